@@ -1,0 +1,24 @@
+from snakemake.utils import min_version
+
+min_version("9.0")
+
+
+configfile: "config/config.yaml"
+
+
+include: "workflow/rules/common.smk"
+include: "workflow/rules/targets.smk"
+include: "workflow/rules/datasets.smk"
+include: "workflow/rules/hidden_states.smk"
+include: "workflow/rules/drafts.smk"
+include: "workflow/rules/evaluations.smk"
+
+
+rule all:
+    default_target: True
+    input:
+        get_final_files(),
+
+
+onsuccess:
+    print_summary()

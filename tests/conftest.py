@@ -1,0 +1,12 @@
+"""What all tests share: the library on the path, and the environment of a small machine."""
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ROOT / "workflow" / "scripts"
+sys.path[:0] = [str(SCRIPTS), str(Path(__file__).parent)]
+os.environ["PYTHONPATH"] = os.pathsep.join([str(SCRIPTS), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

@@ -1,0 +1,326 @@
+"""Extraction against transformers' own forward, through both engines; the commands, killed and resumed.
+
+float32 throughout: in bfloat16 a mixture of experts may route single tokens otherwise, and nothing could be told.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors import safe_open
+
+import extract_hidden_states
+import find_missing_states
+import index_hidden_states
+from aerie.errors import AerieError
+from aerie.extraction import Job, SampleSet
+from aerie.hidden_states import HiddenStateStore, StatesIndex
+from aerie.samples import Sample, write_samples
+from aerie.targets import Target, fingerprint
+from tiny_targets import MAX_POSITIONS, NUM_LAYERS, make_tiny_deepseek_v3, make_tiny_llama
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "workflow" / "scripts"
+LAYER_IDS = (2, 4, 5, NUM_LAYERS)
+MAKERS = {"llama": make_tiny_llama, "deepseek_v3": make_tiny_deepseek_v3}
+
+
+def sequences():
+    """Lengths 1 to the model's limit, a shared prefix, and a prompt that comes twice."""
+    rng = np.random.default_rng(0)
+    made = [rng.integers(4, 280, length) for length in (1, 5, 17, 64, 130, 300, MAX_POSITIONS)]
+    return [*made, np.concatenate([made[3][:40], rng.integers(4, 280, 11)]), made[2].copy()]
+
+
+@pytest.fixture(scope="session")
+def targets(tmp_path_factory):
+    """{name: Target} of the tiny targets; each folder also holds its fingerprint, fingerprint.json beside it."""
+    root = tmp_path_factory.mktemp("targets")
+    found = {}
+    for name, make in MAKERS.items():
+        make(root / name)
+        made = fingerprint(name, {"path": str(root / name)}, False, root / "hashes")
+        (root / f"{name}.json").write_text(json.dumps(made))
+        found[name] = Target.read(root / f"{name}.json")
+    return found
+
+
+def job_of(target, engine, **changes):
+    options = {"batch_tokens": 700} if engine == "transformers" else {"max_num_seqs": 8}
+    if engine == "vllm" and target.name == "llama":
+        options["max_num_batched_tokens"] = 128  # longer prompts are computed in several steps
+    settings: dict[str, Any] = {"stored_dtype": "float32", "compute_dtype": "float32", "engine_options": options, "shard_bytes": 200_000}
+    return Job(target=target, layer_ids=LAYER_IDS, engine=engine, **settings | changes)
+
+
+def states_in(store):
+    """{sample key: (token ids, states)} of all that a store holds, read with the safetensors library alone."""
+    found = {}
+    for path in sorted(store.folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            offsets = file.get_tensor("offsets").tolist()
+            for i, key in enumerate(json.loads(file.metadata()["sample_keys"])):
+                assert key not in found
+                rows = slice(offsets[i], offsets[i + 1])
+                found[key] = file.get_slice("token_ids")[rows], file.get_slice("hidden_states")[rows]
+    return found
+
+
+def reference_model(target):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.float32).eval()
+
+
+def error(got, wanted):
+    return float((got - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_states_are_those_of_a_plain_forward(targets, tmp_path, name, engine):
+    if engine == "vllm":
+        from aerie.engine_vllm import extract
+    else:
+        from aerie.engine_transformers import extract
+
+    target, prompts = targets[name], sequences()
+    job, samples = job_of(target, engine), SampleSet.of(prompts)
+    store = HiddenStateStore(tmp_path, job.capture_key)
+    outcome = extract(job, samples, store)
+    assert not outcome.failed and set(outcome.written) == set(samples.keys)
+    stored = states_in(store)
+    assert set(stored) == set(samples.keys) and len(set(outcome.written.values())) > 1
+
+    model = reference_model(target)
+    head = target.head_weights()
+    for key, prompt in zip(samples.keys, prompts, strict=True):
+        with torch.no_grad():
+            plain = model(torch.tensor(prompt)[None], output_hidden_states=True)
+        ids, states = stored[key]
+        assert ids.tolist() == prompt.tolist() and states.shape == (len(prompt), len(LAYER_IDS), target.hidden_size)
+        for place, layer in enumerate(LAYER_IDS[:-1]):
+            assert error(states[:, place], plain.hidden_states[layer][0]) < 1e-5
+            # One layer off, either way, is far off.
+            assert min(error(states[:, place], plain.hidden_states[layer + step][0]) for step in (-1, 1)) > 0.05
+        last = states[:, -1]
+        assert error(last, plain.hidden_states[-1][0]) > 0.05  # that one comes after the norm
+        normed = last * torch.rsqrt(last.square().mean(-1, keepdim=True) + target.text_config.rms_norm_eps) * head["norm"]
+        assert error(normed, plain.hidden_states[-1][0]) < 1e-5
+        assert error(normed @ head["lm_head"].T, plain.logits[0]) < 1e-5
+
+
+def test_too_long_samples_are_refused_before_the_load(targets, tmp_path, monkeypatch):
+    from aerie import engine_vllm
+
+    monkeypatch.setattr(engine_vllm, "load", lambda *_: pytest.fail("loaded"))
+    samples = SampleSet.of([[5] * 3, [5] * (MAX_POSITIONS + 1)])
+    with pytest.raises(AerieError, match=samples.keys[1]):
+        engine_vllm.extract(job_of(targets["llama"], "vllm"), samples, HiddenStateStore(tmp_path, "k"))
+    with pytest.raises(AerieError, match="layer_ids"):
+        job_of(targets["llama"], "vllm").__class__(targets["llama"], (2, 9), "float32", "float32", "vllm")
+
+
+@pytest.mark.parametrize("options", [{"enforce_eager": False}, {"enable_prefix_caching": True}, {"no_such_option": 1}])
+def test_wrong_options_are_refused_before_the_load(targets, tmp_path, options):
+    from aerie.engine_vllm import extract
+
+    with pytest.raises(AerieError, match=next(iter(options))):
+        extract(job_of(targets["llama"], "vllm", engine_options=options), SampleSet.of([[5, 6]]), HiddenStateStore(tmp_path, "k"))
+
+
+@pytest.mark.long
+def test_prompts_whose_states_vllm_skips_are_failures(targets, tmp_path, monkeypatch):
+    """Without spare tokens vLLM leaves out every step that holds a prompt of the full length, and says nothing."""
+    from aerie import engine_vllm
+
+    monkeypatch.setattr(engine_vllm, "_SPARE_TOKENS", 1)
+    job = job_of(targets["llama"], "vllm", engine_options={"max_num_batched_tokens": 1024})
+    samples = SampleSet.of([[7] * 40, [8] * 30, [9] * 5])
+    store = HiddenStateStore(tmp_path, job.capture_key)
+    outcome = engine_vllm.extract(job, samples, store)
+    assert samples.keys[0] in outcome.failed and "max_model_len" in outcome.failed[samples.keys[0]].cause
+    assert set(outcome.failed) | set(outcome.written) == set(samples.keys)
+    assert set(states_in(store)) == set(outcome.written)
+
+
+@pytest.mark.long
+def test_a_failed_write_in_vllm_is_accounted_for(targets, tmp_path, monkeypatch):
+    from aerie.engine_vllm import extract
+
+    real, calls = HiddenStateStore.write_shard, []
+
+    def failing(self, *args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return real(self, *args)
+
+    monkeypatch.setattr(HiddenStateStore, "write_shard", failing)
+    job, samples = job_of(targets["llama"], "vllm"), SampleSet.of(sequences())
+    outcome = extract(job, samples, HiddenStateStore(tmp_path, job.capture_key))
+    assert outcome.failed and outcome.written and set(outcome.failed) | set(outcome.written) == set(samples.keys)
+    with pytest.raises(AerieError, match="No space left"):
+        outcome.raise_failures()
+
+
+class Workplace:
+    """A dataset and its hidden states, worked on through the commands."""
+
+    def __init__(self, root, target, samples, engine="transformers", **runtime):
+        self.root, self.target, self.store_root = root, target, root / "store"
+        self.states = root / "states"
+        self.store_root.mkdir(exist_ok=True)
+        recipe = {
+            "stage": "extract_hidden_states",
+            "version": 1,
+            "settings": {"aux_layer_ids": None, "stored_dtype": "float32", "compute_dtype": "float32", "engine": engine},
+            "runtime": {"device": "cpu", "engine_options": {}, "shard_bytes": 100_000, **runtime},
+        }
+        (root / "recipe.json").write_text(json.dumps(recipe))
+        (root / "dataset").mkdir()
+        write_samples(samples, root / "dataset" / "samples")
+        (root / "dataset" / "manifest.json").write_text(json.dumps({"digest": "dataset"}))
+        layers = (*target.aux_layer_ids(None), target.num_layers)
+        self.store = HiddenStateStore(self.store_root, Job(target, layers, "float32", "float32", engine).capture_key)
+
+    def arguments(self, output, *others):
+        common = [
+            *("--recipe", self.root / "recipe.json", "--target", Path(self.target.folder).with_suffix(".json")),
+            *("--dataset", self.root / "dataset", "--store", self.store_root, "--output", output),
+        ]
+        return [str(argument) for argument in (*common, *others)]
+
+    def find(self):
+        table = self.states / "missing.parquet"
+        find_missing_states.main(find_missing_states.build_parser().parse_args(self.arguments(table)))
+        return pd.read_parquet(table)
+
+    def part(self, part=0, parts=1):
+        output = self.states / f"part-{part}-of-{parts}.parquet"
+        return self.arguments(output, "--missing", self.states / "missing.parquet", "--part", part, "--parts", parts)
+
+    def extract(self, part=0, parts=1):
+        extract_hidden_states.main(extract_hidden_states.build_parser().parse_args(self.part(part, parts)))
+
+    def start(self, part=0, parts=1, **options):
+        """The same in a process of its own."""
+        command = [sys.executable, str(SCRIPTS / "extract_hidden_states.py"), *self.part(part, parts)]
+        return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, **options)
+
+    def index(self, parts=1):
+        files = [self.states / f"part-{part}-of-{parts}.parquet" for part in range(parts)]
+        arguments = self.arguments(self.states, "--part-files", *files)
+        index_hidden_states.main(index_hidden_states.build_parser().parse_args(arguments))
+        return StatesIndex(self.states, self.store_root)
+
+
+def make_samples(count, tokens, seed=0):
+    rng = np.random.default_rng(seed)
+    return [Sample(rng.integers(4, 280, tokens).tolist(), [0] + [1] * (tokens - 1), "test") for _ in range(count)]
+
+
+def check_killed_and_resumed(place, samples, kills):
+    """Kills the part as soon as it has written something new, `kills` times; then it is run to the end."""
+    keys = {sample.key for sample in samples}
+    assert set(place.find()["sample_key"]) == keys
+    kept = 0
+    for _ in range(kills):
+        shards = len(place.store.shards())
+        process = place.start(stderr=subprocess.DEVNULL)
+        while process.poll() is None and len(list(place.store.folder.glob("*.safetensors"))) <= shards:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "it ended before it could be killed: give it more samples"
+        found = place.store.known()
+        assert kept < len(found) < len(keys)
+        kept = len(found)
+    assert place.start().wait() == 0
+    stored = states_in(place.store)  # asserts that each is there once
+    assert set(stored) == keys
+    index = place.index()
+    assert sorted(index.keys()) == sorted(keys)
+    for sample in samples[::20]:
+        assert index.token_ids(sample.key).tolist() == sample.input_ids
+        assert torch.equal(index.states(sample.key), stored[sample.key][1])
+    manifest = json.loads((place.states / "manifest.json").read_text())
+    assert manifest["figures"]["samples"] == len(keys)
+    assert manifest["figures"]["tokens"] == sum(len(sample.input_ids) for sample in samples)
+    assert manifest["figures"]["tokens_per_second"] > 0
+
+
+def test_killed_and_resumed(targets, tmp_path):
+    samples = make_samples(700, 100)
+    place = Workplace(tmp_path, targets["llama"], samples, engine_options={"batch_tokens": 400})
+    check_killed_and_resumed(place, samples, kills=1)
+
+
+@pytest.mark.long
+def test_killed_and_resumed_vllm(targets, tmp_path):
+    samples = make_samples(1500, 100)
+    place = Workplace(tmp_path, targets["llama"], samples, engine="vllm", engine_options={"max_num_seqs": 16})
+    check_killed_and_resumed(place, samples, kills=2)
+
+
+def test_mixed_parts_do_everything_once(targets, tmp_path):
+    samples = make_samples(60, 20)
+    place = Workplace(tmp_path, targets["llama"], samples)
+    place.find()
+    whole = place.start(0, 1)
+    place.extract(1, 2)
+    place.extract(0, 2)
+    assert whole.wait() == 0
+    assert set(states_in(place.store)) == {sample.key for sample in samples}
+    assert len(place.index(parts=2)) == 60
+
+    # What the store has is not extracted again, and then the target is not even looked at.
+    weights = Path(targets["llama"].folder) / "model.safetensors"
+    hidden = weights.rename(weights.with_suffix(".away"))
+    try:
+        assert place.find().empty
+        place.extract()
+    finally:
+        hidden.rename(weights)
+
+    # A damaged shard costs its own samples only.
+    damaged = max(place.store.folder.glob("*.safetensors"))
+    lost = set(place.store.known().query("shard == @damaged.name")["sample_key"])
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert set(place.find()["sample_key"]) == lost
+    place.extract()
+    damaged.unlink()
+    assert len(place.index()) == 60
+
+
+def test_a_failing_target_names_its_samples(targets, tmp_path):
+    """Weights with an infinity: the command fails, says which samples, at which layers, and keeps nothing of them."""
+    make_tiny_llama(tmp_path / "broken")
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(tmp_path / "broken" / "model.safetensors")
+    weights["model.layers.4.mlp.down_proj.weight"][0, 0] = float("inf")
+    save_file(weights, tmp_path / "broken" / "model.safetensors", {"format": "pt"})
+    made = fingerprint("broken", {"path": str(tmp_path / "broken")}, False, tmp_path / "hashes")
+    (tmp_path / "broken.json").write_text(json.dumps(made))
+    samples = make_samples(3, 10)
+    place = Workplace(tmp_path, Target.read(tmp_path / "broken.json"), samples)
+    place.find()
+    with pytest.raises(AerieError, match=r"3 of 3 samples(.|\n)*3 × its states at layer ids \[5, 8\]") as report:
+        place.extract()
+    assert all(sample.key in str(report.value) for sample in samples)
+    assert place.store.known().empty and not (place.states / "part-0-of-1.parquet").exists()
+
+
+def test_a_sample_longer_than_the_target_is_refused(targets, tmp_path):
+    samples = [*make_samples(2, 10), *make_samples(1, MAX_POSITIONS + 1)]
+    place = Workplace(tmp_path, targets["llama"], samples)
+    with pytest.raises(AerieError, match=samples[2].key):
+        place.find()

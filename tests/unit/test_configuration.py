@@ -1,0 +1,130 @@
+"""From configuration to recipes: what a setting belongs to, and what bad input is told."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from aerie.configuration import Plan, read_runs
+from aerie.errors import AerieError
+from conftest import ROOT
+from snakemake.exceptions import WorkflowError
+from snakemake.utils import validate
+
+STAGES = (
+    "convert_target fingerprint_target preflight_target regenerate_responses prepare_dataset extract_hidden_states map_vocabulary "
+    "train_draft evaluate_draft build_report"
+).split()
+
+
+def plan(tmp_path, rows="run\ttarget\tdataset\tdraft\na\tt\td\tbig\nb\tt\td\tsmall\n", has_gpu=False, **top):
+    (tmp_path / "runs.tsv").write_text(rows)
+    config = {
+        "runs": str(tmp_path / "runs.tsv"),
+        "targets": {"t": {"hub_id": "a/b", "revision": "0" * 40, "tensor_parallel": 4}},
+        "datasets": {"d": {"sources": ["x.jsonl"], "regenerate": {"max_prompts": 50}}},
+        "drafts": {"big": {"vocab_size": 64000}, "small": {"aux_layer_ids": [1, 5, 9]}},
+        "evaluation": {"prompts": "p.jsonl"},
+        **top,
+    }
+    validate(config, schema=str(ROOT / "workflow/schemas/config.schema.yaml"))
+    return Plan(config, dict.fromkeys(STAGES, 1), has_gpu)
+
+
+def settings(made, stage, name):
+    return json.loads(made.recipes[stage, name])["settings"]
+
+
+def test_shared_stages_have_one_recipe(tmp_path):
+    made = plan(tmp_path)
+    names = sorted(f"{stage}:{name}" for stage, name in made.recipes)
+    assert [name for name in names if name.startswith(("prepare", "regenerate", "extract", "train"))] == [
+        "extract_hidden_states:t/d/1-5-9_bfloat16",
+        "extract_hidden_states:t/d/default_bfloat16",
+        "prepare_dataset:t/d",
+        "regenerate_responses:t/d",
+        "train_draft:a",
+        "train_draft:b",
+    ]
+
+
+def test_defaults_come_from_the_schema(tmp_path):
+    made = plan(tmp_path)
+    assert settings(made, "train_draft", "a")["training"]["learning_rate"] == 0.001
+    assert settings(made, "prepare_dataset", "t/d") == {"max_length": 2048, "validation_share": 0.05, "max_samples": None}
+
+
+def test_the_smaller_limit_counts(tmp_path):
+    made = plan(tmp_path, max_samples=10)
+    assert settings(made, "regenerate_responses", "t/d")["max_prompts"] == 10
+    assert settings(made, "prepare_dataset", "t/d")["max_samples"] == 10
+
+
+def test_a_recipe_changes_with_its_own_settings_only(tmp_path):
+    before = plan(tmp_path).recipes
+    after = plan(tmp_path, drafts={"big": {"vocab_size": 64000, "training": {"learning_rate": 0.5}}, "small": {"aux_layer_ids": [1, 5, 9]}})
+    assert [name for name in before if before[name] != after.recipes[name]] == [("train_draft", "a")]
+
+
+def test_auto_follows_the_machine(tmp_path):
+    assert plan(tmp_path).gpus("t") == 0
+    assert plan(tmp_path, has_gpu=True).gpus("t") == 4
+
+
+def test_a_version_is_part_of_the_recipe(tmp_path):
+    made = plan(tmp_path)
+    other = Plan(made.config, {**made.versions, "train_draft": 2}, False)
+    assert made.recipe_digest("train_draft", "a") != other.recipe_digest("train_draft", "a")
+    assert made.recipe_digest("prepare_dataset", "t/d") == other.recipe_digest("prepare_dataset", "t/d")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("run\ttarget\n", r"runs\.tsv:1: found the columns run, target"),
+        ("run\ttarget\tdataset\tdraft\n", "no run"),
+        ("run\ttarget\tdataset\tdraft\na\tt\td\tbig\na\tt\td\tbig\n", r"runs\.tsv:3: run 'a' is there twice"),
+        ("run\ttarget\tdataset\tdraft\n../a\tt\td\tbig\n", r"runs\.tsv:2: run '\.\./a'"),
+        ("run\ttarget\tdataset\tdraft\na\tnone\td\tbig\n", r"runs\.tsv:2: target 'none' is not in the configuration's targets \(there: t\)"),
+        ("", "not a table"),
+    ],
+)
+def test_bad_runs_name_file_and_line(tmp_path, rows, message):
+    with pytest.raises(AerieError, match=message):
+        plan(tmp_path, rows)
+
+
+def test_a_missing_table_is_named():
+    with pytest.raises(AerieError, match=r"none\.tsv: no such file"):
+        read_runs(Path("none.tsv"), {})
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"learning_rate": 1}, "learning_rate"),
+        ({"targets": {"t": {"path": "x", "tensor_paralel": 8}}}, "tensor_paralel"),
+        ({"targets": {"t": {"hub_id": "a/b"}}}, "hub_id"),
+        ({"drafts": {"a": {"training": {"lr": 1}}}}, "lr"),
+        ({"store": 3}, "3"),
+    ],
+)
+def test_unknown_keys_and_wrong_types_are_refused_by_name(tmp_path, change, named):
+    with pytest.raises(WorkflowError, match=named):
+        plan(tmp_path, **change)
+
+
+def test_every_key_is_documented():
+    schema = yaml.safe_load((ROOT / "workflow/schemas/config.schema.yaml").read_text())
+    text = (ROOT / "config/README.md").read_text()
+
+    def keys(part):
+        for name, value in part.get("properties", {}).items():
+            yield name
+            yield from keys(value)
+        if isinstance(part.get("additionalProperties"), dict):
+            yield from keys(part["additionalProperties"])
+
+    downloads = schema["properties"].pop("downloads")
+    missing = [key for key in keys(schema) if key not in text]
+    assert not missing and "downloads" in text and downloads

@@ -1,0 +1,65 @@
+"""GPU leases: disjoint, all or none, waiting; with the devices named by CUDA_VISIBLE_DEVICES, so no GPU is needed."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from aerie.devices import lease
+from aerie.errors import AerieError
+
+
+@pytest.fixture(autouse=True)
+def four_devices(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d")
+
+
+def test_leases_are_disjoint(tmp_path, monkeypatch):
+    with lease(2, 2, tmp_path) as first:
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(first)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d")
+        with lease(2, 2, tmp_path) as second:
+            assert sorted(first + second) == ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
+
+
+def test_too_few_granted_is_refused(tmp_path):
+    with pytest.raises(AerieError, match="needs 8 GPUs and was granted 2: run snakemake with --resources gpu=8"), lease(8, 2, tmp_path):
+        pass
+    with pytest.raises(AerieError, match="needs 5 GPUs, this host offers 4"), lease(5, 8, tmp_path):
+        pass
+
+
+def test_no_gpu_needed_takes_none(tmp_path):
+    with lease(0, 0, tmp_path) as held:
+        assert held == [] and not list(tmp_path.iterdir())
+
+
+HOLD = textwrap.dedent(
+    """
+    import sys
+    from pathlib import Path
+    from aerie.devices import lease
+
+    with lease(int(sys.argv[2]), 8, Path(sys.argv[1])) as held:
+        print(",".join(held), flush=True)
+        sys.stdin.readline()
+    """
+)
+
+
+def hold(folder, count):
+    command = [sys.executable, "-c", HOLD, str(folder), str(count)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_larger_job_waits_for_a_smaller_one_and_a_kill_frees_devices(tmp_path):
+    small = hold(tmp_path, 3)
+    assert small.stdout.readline().strip() == "GPU-a,GPU-b,GPU-c"
+    large = hold(tmp_path, 4)
+    assert "waiting for 4 free GPUs of 4" in large.stderr.readline()
+    small.kill()
+    assert large.stdout.readline().strip() == "GPU-a,GPU-b,GPU-c,GPU-d"
+    large.communicate("\n", timeout=10)
+    assert large.returncode == 0
+    small.communicate()

@@ -1,0 +1,256 @@
+"""Prompts, loops and the assembly of conversations by hand; the command on a tiny target, killed and resumed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+import regenerate_responses
+import tiny_targets
+from aerie import regeneration
+from aerie.chat import Conversation, read_conversations
+from aerie.errors import AerieError
+from aerie.generation import Answer
+from aerie.keys import digest_of
+from aerie.regeneration import Answers, AnswerStore, assemble, choose_prompts, find_loop, prompt_of
+from aerie.stage import Recipe
+from aerie.targets import Target
+
+SCRIPTS = Path(__file__).parents[2] / "workflow" / "scripts"
+
+
+def conversation(*roles: str, line: int = 1, tag: str = "") -> Conversation:
+    return Conversation("file", line, [{"role": role, "content": f"{role} {number}{tag}"} for number, role in enumerate(roles)])
+
+
+@pytest.mark.parametrize(
+    ("text", "unit"),
+    [
+        ("The sky is blue. " + "I see. " * 20, " I see."),
+        ("The sky is blue. " + "I see. " * 9 + "I s", "ee. I s"),  # cut off within the unit
+        ("x" * 64, "x"),
+        ("x" * 63, ""),
+        (" a phrase of thirty characters." * 4, " a phrase of thirty characters."),
+        (" a phrase of thirty characters." * 3, ""),  # three times is not yet a loop
+        ("ha ha ha ha ha", ""),  # too short to matter
+        ("no " * 40 + "and then it went on to say something else entirely.", ""),  # recovered
+        ("| a | b |\n|---|---|\n| 1 | 2 |\n| 3 | 4 |\n| 5 | 6 |\n| 7 | 8 |\n| 9 | 0 |", ""),
+        ("1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21", ""),
+        ("same line\n" * 10 + "\n\n   ", "\nsame line"),  # white space at the end does not hide it
+        ("", ""),
+    ],
+)
+def test_find_loop(text, unit):
+    assert find_loop(text) == unit
+
+
+def test_find_loop_agrees_with_the_definition():
+    def by_definition(text: str) -> bool:
+        text = text.rstrip()
+        return any(
+            all(text[-1 - i] == text[-1 - i - period] for i in range(length - period))
+            for length in range(regeneration.LOOP_CHARACTERS, len(text) + 1)
+            for period in range(1, length // regeneration.LOOP_REPEATS + 1)
+        )
+
+    texts = ["ab" * n + tail for n in (20, 31, 32, 40) for tail in ("", "a", "b", "ba")]
+    texts += ["start " + "abc" * 21 + "abx"[:n] for n in range(4)]
+    assert [bool(find_loop(text)) for text in texts] == [by_definition(text) for text in texts]
+    assert any(map(by_definition, texts))
+    assert not all(map(by_definition, texts))
+
+
+def test_prompt_has_no_answers():
+    prompt = prompt_of(conversation("system", "user", "assistant", "user", "assistant"))
+    assert [[message["role"] for message in turn] for turn in prompt.turns] == [["system", "user"], ["user"]]
+    other = conversation("system", "user", "assistant", "user")
+    other.messages[2]["content"] = "another answer"
+    assert prompt_of(other).key == prompt.key
+
+
+def test_prompt_ends_before_a_tool_message():
+    assert len(prompt_of(conversation("user", "assistant", "tool", "assistant", "user")).turns) == 1
+    assert prompt_of(conversation("tool", "user")).turns == ()
+
+
+def test_a_greeting_of_the_assistant_is_left_out():
+    assert [len(turn) for turn in prompt_of(conversation("system", "assistant", "user", "assistant")).turns] == [2]
+
+
+def test_more_prompts_contain_fewer():
+    rows = [conversation("user", line=line, tag=f" of {line}") for line in range(1, 31)]
+    few, many = choose_prompts(rows, 5)[0], choose_prompts(rows, 20)[0]
+    assert len(few) == 5
+    assert {prompt.key for prompt in few} < {prompt.key for prompt in many}
+    assert many == choose_prompts(list(reversed(rows)), 20)[0]
+
+
+def test_every_row_that_is_not_asked_has_a_reason():
+    rows = [
+        conversation("user"),
+        conversation("user", line=2),
+        Conversation("file", 3, [], "no messages"),
+        conversation("tool", "user", line=4),
+    ]
+    prompts, rejected = choose_prompts(rows, None)
+    assert len(prompts) == 1
+    assert [(one.line, one.reason) for one in rejected] == [(2, "duplicate prompt"), (3, "unusable row"), (4, "no user turn")]
+    assert rejected[0].detail == "same as file:1"
+
+
+TWO_TURNS = prompt_of(conversation("system", "user", "assistant", "user"))
+
+
+def answers(*texts_and_reasons: tuple[str, str], problem: str = "") -> Answers:
+    texts, reasons = zip(*texts_and_reasons, strict=True) if texts_and_reasons else ((), ())
+    return Answers(TWO_TURNS.key, texts, reasons, (5,) * len(texts), problem)
+
+
+def test_assemble_a_good_conversation():
+    response, rejection = assemble(TWO_TURNS, answers(("one", "stop"), ("two", "stop")), keep_cut_off=True)
+    assert response is not None
+    assert rejection is None
+    assert [message["role"] for message in response.messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert (response.finish_reason, response.tokens) == ("stop", 10)
+
+
+@pytest.mark.parametrize(
+    ("given", "keep_cut_off", "kept", "reason"),
+    [
+        (answers(("one", "stop"), ("two", "length")), True, 2, None),
+        (answers(("one", "stop"), ("two", "length")), False, 1, "cut off"),
+        (answers(("one", "length")), True, 1, "cut off"),  # the second turn was not asked
+        (answers(("one", "length")), False, 0, "cut off"),
+        (answers((" \n", "stop")), True, 0, "empty answer"),
+        (answers(("one", "stop"), ("no " * 40, "length")), True, 1, "loop"),
+        (answers(("one", "stop"), problem="prompt too long"), True, 1, "prompt too long"),
+        (answers(problem="refused by the chat template: no system"), True, 0, "refused by the chat template"),
+    ],
+)
+def test_assemble_ends_at_the_first_answer_that_is_not_good(given, keep_cut_off, kept, reason):
+    response, rejection = assemble(TWO_TURNS, given, keep_cut_off)
+    assert (sum(one["role"] == "assistant" for one in response.messages) if response else 0) == kept
+    assert (rejection.reason if rejection else None) == reason
+    assert rejection is None or rejection.kept_turns == kept
+
+
+def test_ask_shows_later_turns_the_new_answers():
+    prompts = [prompt_of(conversation("user", "assistant", "user", tag=tag)) for tag in ("a", "b", "long" * 9)]
+    asked = []
+
+    def generate(batch, seed):
+        asked.append((seed, len(batch)))
+        return [Answer([1, 2], f"answer of {bytes(ids).decode()[-8:]}", "length" if b"0b" in bytes(ids) else "stop") for ids in batch]
+
+    def ids_of(messages):
+        return list("|".join(message["content"] for message in messages).encode())
+
+    found = regenerate_responses.ask(prompts, generate, ids_of, 40, seed=7)
+    assert found[0].answers == ("answer of user 0a", "answer of |user 2a")
+    assert found[0].tokens == (2, 2)
+    assert (len(found[1].answers), found[1].finish_reasons) == (1, ("length",))  # cut off: the next turn is not asked
+    assert (found[2].answers, found[2].problem) == ((), "prompt too long")
+    assert asked == [(7, 2), (8, 1)]
+
+
+def test_answers_come_back_from_the_store(tmp_path):
+    store = AnswerStore(tmp_path / "answers")
+    one, two = answers(("one", "stop")), Answers("k" * 32, (), (), (), "prompt too long")
+    store.write("a" * 64, [one, two])
+    assert store.read([one.prompt_key, two.prompt_key, "unknown"]) == {one.prompt_key: one, two.prompt_key: two}
+    assert sorted(path.name for path in store.folder.iterdir()) == ["a" * 64 + ".parquet"]
+
+
+def test_no_prompts_is_an_error(tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text('{"messages": []}\n')
+    recipe = Recipe("regenerate_responses", 1, {"max_prompts": None}, {})
+    target = Target("none", "0" * 64, {}, False)
+    with pytest.raises(AerieError, match=r"no prompt to answer .* unusable row"):
+        regenerate_responses.regenerate(recipe, target, [empty], tmp_path, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A tiny target and 40 conversations, two of them of two turns, one too long."""
+    folder = tmp_path_factory.mktemp("regeneration")
+    target = tiny_targets.make_tiny_llama(folder / "target")
+    fingerprint = {"name": "tiny", "digest": digest_of("tiny"), "location": {"path": str(target)}, "trust_remote_code": False}
+    (folder / "fingerprint.json").write_text(json.dumps(fingerprint))
+    rows = [{"messages": conversation("user", tag=f" of {number}").messages} for number in range(37)]
+    rows += [{"messages": conversation("system", "user", "assistant", "user", tag=tag).messages} for tag in ("a", "b")]
+    rows += [{"messages": [{"role": "user", "content": "long " * 300}]}]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def command(folder: Path, output: str, max_prompts: int | None = None) -> list[str]:
+    settings = {"max_new_tokens": 16, "temperature": 0.7, "top_p": 1.0, "seed": 0, "max_prompts": max_prompts, "keep_cut_off": True}
+    runtime = {"device": "cpu", "tensor_parallel": 1, "batch_prompts": 4}
+    runtime["engine_options"] = {"enforce_eager": True, "kv_cache_memory_bytes": 2**26}
+    recipe = {"stage": "regenerate_responses", "version": 1, "settings": settings, "runtime": runtime}
+    (folder / f"{output}.json").write_text(json.dumps(recipe))
+    line = [sys.executable, SCRIPTS / "regenerate_responses.py", "--recipe", folder / f"{output}.json"]
+    line += ["--target", folder / "fingerprint.json", "--prompts", folder / "prompts.jsonl", "--store", folder / "store"]
+    return list(map(str, [*line, "--output", folder / output, "--log", folder / f"{output}.log"]))
+
+
+def batches(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.glob("store/answers/*/*.parquet")}
+
+
+def test_a_killed_run_goes_on(workplace):
+    folder = workplace
+    # Slowed down between batches, so that the kill surely lands in the middle.
+    slow = "import sys, time, runpy; sys.argv = sys.argv[1:]; sys.path.insert(0, sys.argv[0].rsplit('/', 1)[0])\n"
+    slow += "from aerie.regeneration import AnswerStore; write = AnswerStore.write\n"
+    slow += "AnswerStore.write = lambda *given: (write(*given), time.sleep(1))[0]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    line = command(folder, "all")
+    process = subprocess.Popen([line[0], "-c", slow, *line[1:]], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while len(batches(folder)) < 2:
+            assert process.poll() is None, (folder / "all.log").read_text()[-3000:]
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait()
+    assert not (folder / "all" / "manifest.json").exists()
+    before = batches(folder)
+    assert 2 <= len(before) < 10
+
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"{4 * len(before)} of 40 prompts found answered, {40 - 4 * len(before)} to ask" in done.stderr
+    assert len(batches(folder)) == 10
+    assert before.items() <= batches(folder).items()  # what was finished is untouched
+
+
+def test_responses_are_complete_and_readable(workplace):
+    rows = list(read_conversations([workplace / "all" / "responses.parquet"]))
+    figures = json.loads((workplace / "all" / "manifest.json").read_text())["figures"]
+    assert (figures["prompts"], figures["dropped"].get("prompt too long")) == (40, 1)
+    assert figures["kept"] == len(rows) == 40 - sum(figures["dropped"].values())
+    assert figures["tokens"] > 0
+    assert all(row.problem == "" and row.messages[-1]["role"] == "assistant" for row in rows)
+    table = pq.read_table(workplace / "all" / "responses.parquet").to_pylist()
+    assert {row["finish_reason"] for row in table} <= {"stop", "length"}
+    assert figures["cut_off"] == sum(row.cut for row in rows) > 0
+    rejects = [json.loads(line) for line in (workplace / "all" / "rejects.jsonl").read_text().splitlines()]
+    assert any(one["reason"] == "prompt too long" and one["line"] == 40 for one in rejects)
+
+
+def test_fewer_prompts_ask_nothing_and_answer_alike(workplace):
+    done = subprocess.run(command(workplace, "few", max_prompts=10), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "10 of 10 prompts found answered, 0 to ask" in done.stderr
+    few = pq.read_table(workplace / "few" / "responses.parquet").to_pylist()
+    every = {row["prompt_key"]: row for row in pq.read_table(workplace / "all" / "responses.parquet").to_pylist()}
+    assert few
+    assert all(every[row["prompt_key"]] == row for row in few)

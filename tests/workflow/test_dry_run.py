@@ -1,0 +1,51 @@
+"""Dry runs of the demo and of every preset; nothing is resolved, fetched or loaded while parsing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from tiny_workflow import Result
+
+PRESETS = sorted(path.stem for path in (ROOT / "config/presets").glob("*.yaml"))
+
+
+def snakemake(folder, *arguments):
+    """Snakemake in a copy of the configuration, so that what was run in this checkout does not matter."""
+    (folder / "config").symlink_to(ROOT / "config")
+    command = [str(Path(sys.executable).parent / "snakemake"), "-s", ROOT / "Snakefile", "-d", folder, "--cores", "2", "--resources", "gpu=8"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=os.environ | {"HTTPS_PROXY": "http://127.0.0.1:9"})
+    return Result(done.returncode, done.stdout + done.stderr)
+
+
+def test_the_demo_plans_every_stage(tmp_path):
+    result = snakemake(tmp_path, "-n")
+    assert result.code == 0, result.text
+    assert result.rules["train_draft"] == result.rules["convert_target"] == 1 and result.rules["fetch_package_file"] == 3
+
+
+def test_the_presets_are_the_four():
+    assert PRESETS == ["deepseek-v3", "kimi-k2.5", "llama-3.1-8b", "qwen3-8b"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_plans_without_asking_the_hub(preset, tmp_path):
+    result = snakemake(tmp_path, "-n", "--configfile", f"config/presets/{preset}.yaml", "--config", "max_samples=10")
+    assert result.code == 0, result.text
+    assert result.rules["extract_hidden_states"] in (1, 8) and result.rules["train_draft"] == 1
+    assert "gpu=8" in result.text if preset in ("deepseek-v3", "kimi-k2.5") else "gpu=1" in result.text
+
+
+def test_an_unknown_key_is_named(tmp_path):
+    result = snakemake(tmp_path, "-n", "--config", "learning_rate=1")
+    assert result.code != 0 and "learning_rate" in result.text
+
+
+def test_every_rule_declares_log_environment_resources_and_benchmark():
+    rules = [part for path in sorted((ROOT / "workflow/rules").glob("*.smk")) for part in path.read_text().split("\nrule ")[1:]]
+    assert len(rules) >= 13
+    for text in rules:
+        for directive in ("log:", "conda:", "resources:", "benchmark:", "shell:"):
+            assert f"    {directive}" in text, (text.split(":")[0], directive)

@@ -1,0 +1,115 @@
+"""Nothing twice: what a changed setting, a lost .snakemake and a kill make the workflow do again."""
+
+import shutil
+import time
+
+import pytest
+from tiny_workflow import kill
+
+RECIPE = {"write_recipe": 1, "all": 1}
+
+
+def test_a_finished_run_has_nothing_to_do(llama):
+    assert not llama.plan()
+
+
+def test_only_the_learning_rate(llama):
+    """Changed: training and what follows. Changed back: the same rules, all restored from the store."""
+    llama.config["drafts"]["eagle3"]["training"]["learning_rate"] = 0.002
+    llama.write()
+    expected = {"train_draft": 1, "evaluate_draft": 1, "build_report": 1, **RECIPE}
+    assert llama.plan() == expected
+    before = llama.manifest("drafts", "a")
+    result = llama.run()
+    assert result.code == 0 and result.rules == expected and not result.restored, result.text
+    assert llama.manifest("drafts", "a")["key"] != before["key"]
+    llama.config["drafts"]["eagle3"]["training"]["learning_rate"] = 0.001
+    llama.write()
+    assert llama.plan() == expected
+    result = llama.run()
+    assert result.code == 0 and result.restored == {"train_draft": 1, "evaluate_draft": 1}, result.text
+    assert llama.manifest("drafts", "a") == before
+    assert not llama.plan()
+
+
+@pytest.mark.parametrize(
+    ("edit", "rules"),
+    [
+        (lambda config: config["evaluation"].update(max_new_tokens=8), {"evaluate_draft"}),
+        (lambda config: config["drafts"]["eagle3"].update(vocab_size=150), {"map_vocabulary", "train_draft", "evaluate_draft"}),
+        (
+            lambda config: config["drafts"]["eagle3"].update(aux_layer_ids=[1, 3, 6]),
+            {"find_missing_states", "extract_hidden_states", "index_hidden_states", "preflight_target", "regenerate_responses"}
+            | {"prepare_dataset", "map_vocabulary", "train_draft", "evaluate_draft"},
+        ),
+        (
+            lambda config: config["datasets"]["talk"].update(max_length=100),
+            {"prepare_dataset", "find_missing_states", "extract_hidden_states", "index_hidden_states", "map_vocabulary"}
+            | {"train_draft", "evaluate_draft"},
+        ),
+    ],
+    ids=["evaluation", "vocabulary", "layers", "length"],
+)
+def test_an_edit_plans_the_stages_that_may_change(llama, edit, rules):
+    edit(llama.config)
+    llama.write()
+    assert set(llama.plan()) == rules | {"build_report", *RECIPE}
+
+
+def test_without_snakemakes_records_nothing_is_computed(llama):
+    shutil.rmtree(llama.folder / ".snakemake")
+    before = llama.manifest("drafts", "a")
+    result = llama.run()
+    assert result.code == 0
+    assert not result.rules or set(result.restored) >= set(result.rules) - {"all", "build_report", "preflight_target", "write_recipe"}
+    assert llama.manifest("drafts", "a") == before
+
+
+def test_without_snakemakes_records_a_changed_setting_counts(llama):
+    shutil.rmtree(llama.folder / ".snakemake")
+    llama.config["drafts"]["eagle3"]["training"]["learning_rate"] = 0.003
+    llama.write()
+    assert llama.plan() == {"train_draft": 1, "evaluate_draft": 1, "build_report": 1, **RECIPE}
+
+
+def test_a_sample_more_extracts_one(llama):
+    """New conversations cost what they are: the store's states serve the old ones."""
+    llama.config["datasets"]["talk"]["regenerate"] = None
+    llama.write()
+    assert llama.run("results/hidden_states/tiny/talk/default_float32/manifest.json").code == 0
+    first = llama.manifest("hidden_states", "tiny", "talk", "default_float32")["figures"]["samples"]
+    with open(llama.folder / "talk.jsonl", "a") as file:
+        file.write('{"prompt": "And one more?", "response": "Yes."}\n')
+    result = llama.run("results/hidden_states/tiny/talk/default_float32/manifest.json")
+    assert result.code == 0, result.text
+    assert "find_missing_states: 1 of 41" in result.text
+    assert llama.manifest("hidden_states", "tiny", "talk", "default_float32")["figures"]["samples"] == first + 1 == 41
+
+
+def wait_for(process, condition, seconds=240):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_after_a_kill_the_same_command_goes_on(llama):
+    """kill -9 of the whole group while a stage works: the plain command finishes, without unlock or flag."""
+    llama.config["drafts"]["eagle3"]["training"].update(epochs=6, seed=5)
+    llama.write()
+    process = llama.start()
+    work = llama.folder / "results/.store/train_draft"
+    wait_for(process, lambda: any(path.name == "work" and any(path.iterdir()) for path in work.glob("*.partial/work")))
+    kill(process)
+    result = llama.run()
+    assert result.code == 0, result.text
+    assert "resumed" in (llama.folder / "results/logs/train_draft/a.log").read_text()
+    assert llama.manifest("drafts", "a")["settings"]["training"]["epochs"] == 6
+    assert not llama.plan()
+
+
+def test_a_failing_job_says_why(llama):
+    (llama.folder / "talk.jsonl").write_text('{"prompt": "a", "response": "b"}\n{"prompt": \n')
+    result = llama.run()
+    assert result.code != 0
+    assert "talk.jsonl:2: not valid JSON" in result.text

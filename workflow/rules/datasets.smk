@@ -1,0 +1,53 @@
+def get_sources(wildcards):
+    """The conversations that a dataset is prepared from: its sources, or the answers regenerated for them."""
+    if PLAN.regenerates(wildcards.dataset):
+        return f"results/regenerated/{wildcards.target}/{wildcards.dataset}/responses.parquet"
+    return config["datasets"][wildcards.dataset]["sources"]
+
+
+rule regenerate_responses:
+    input:
+        recipe=get_recipe("regenerate_responses", "{target}/{dataset}"),
+        target="results/targets/{target}/fingerprint.json",
+        preflight=ancient("results/preflight/{target}.json"),  # a gate: what it found changes no result
+        prompts=lambda wildcards: config["datasets"][wildcards.dataset]["sources"],
+    output:
+        responses="results/regenerated/{target}/{dataset}/responses.parquet",
+        rejects="results/regenerated/{target}/{dataset}/rejects.jsonl",
+        manifest="results/regenerated/{target}/{dataset}/manifest.json",
+    log:
+        "results/logs/regenerate_responses/{target}/{dataset}.log",
+    benchmark:
+        "results/benchmarks/regenerate_responses/{target}/{dataset}.tsv"
+    conda:
+        ENVIRONMENT
+    threads: get_engine_threads
+    resources:
+        mem_mb=8000,
+        gpu=lambda wildcards: PLAN.gpus(wildcards.target),
+    shell:
+        "python {SCRIPTS}/regenerate_responses.py --recipe {input.recipe} --target {input.target} --prompts {input.prompts:q}"
+        " --gpus {resources.gpu} --store {STORE:q} --output results/regenerated/{wildcards.target}/{wildcards.dataset} --log {log}"
+
+
+rule prepare_dataset:
+    input:
+        recipe=get_recipe("prepare_dataset", "{target}/{dataset}"),
+        target="results/targets/{target}/fingerprint.json",
+        sources=get_sources,
+    output:
+        samples=directory("results/datasets/{target}/{dataset}/samples"),
+        stats="results/datasets/{target}/{dataset}/stats.json",
+        rejects="results/datasets/{target}/{dataset}/rejects.jsonl",
+        manifest="results/datasets/{target}/{dataset}/manifest.json",
+    log:
+        "results/logs/prepare_dataset/{target}/{dataset}.log",
+    benchmark:
+        "results/benchmarks/prepare_dataset/{target}/{dataset}.tsv"
+    conda:
+        ENVIRONMENT
+    resources:
+        mem_mb=4000,
+    shell:
+        "python {SCRIPTS}/prepare_dataset.py --recipe {input.recipe} --target {input.target} --sources {input.sources:q}"
+        " --store {STORE:q} --output results/datasets/{wildcards.target}/{wildcards.dataset} --log {log}"

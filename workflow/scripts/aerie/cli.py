@@ -1,0 +1,110 @@
+"""What every command line shares: arguments, where its output goes, and how it reports what killed it."""
+
+import argparse
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+from .errors import AerieError, describe
+
+_LAST_LINES = 15
+_LINE_WIDTH = 240
+_terminal: TextIO | None = None
+
+
+def terminal() -> TextIO:
+    """The stream a person watches; not the log, to which `run` sends everything else."""
+    return _terminal or sys.stderr
+
+
+def say(line: str) -> None:
+    """One line for the person who watches, and for the log."""
+    print(line, file=terminal(), flush=True)
+    if terminal() is not sys.stderr:
+        print(line, file=sys.stderr, flush=True)
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with what every command has: --log, the file that gets all output."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--log", type=Path, help="file that gets all output; progress and errors also reach the terminal")
+    return made
+
+
+def stage_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser for a stage's command: --recipe, --store, --output and --log."""
+    made = parser(description)
+    made.add_argument("--recipe", type=Path, required=True, help="the stage's settings, results/.recipes/…/….json")
+    made.add_argument("--store", type=Path, required=True, help="the object store")
+    made.add_argument("--output", type=Path, required=True, help="folder that gets the stage's files")
+    return made
+
+
+def engine_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser for a stage that may use GPUs: also --target and --gpus, the number that Snakemake granted."""
+    made = stage_parser(description)
+    made.add_argument("--target", type=Path, required=True, help="the target's fingerprint.json")
+    made.add_argument("--gpus", type=int, default=0, help="GPUs granted to this job")
+    return made
+
+
+def run(main: Callable[[argparse.Namespace], None], made: argparse.ArgumentParser) -> NoReturn:
+    """Parses the arguments, runs `main` and exits: 0, or 1 after a report that is never empty.
+
+    The file descriptors 1 and 2 go to the log, so that C++ code and child processes are logged too.
+    """
+    global _terminal
+    args = made.parse_args()
+    if args.log:
+        args.log.parent.mkdir(parents=True, exist_ok=True)
+        args.log.unlink(missing_ok=True)  # an earlier attempt's log may be kept under another name
+        _terminal = os.fdopen(os.dup(2), "w", buffering=1)
+        log = os.open(args.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        print("$", " ".join(sys.argv), flush=True)
+    faulthandler.enable()
+    # So that `finally` blocks run and the report is printed when Snakemake or a scheduler ends the job.
+    signal.signal(signal.SIGTERM, _raise_terminated)
+    try:
+        main(args)
+    except BaseException as error:  # noqa: BLE001 - the one place where every cause is reported
+        if isinstance(error, SystemExit) and not error.code:
+            raise
+        _report(error, Path(sys.argv[0]).stem, args.log)
+        # Threads of a broken engine must not keep a failed job alive.
+        os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+    sys.stdout.flush()
+    sys.exit(0)
+
+
+def _raise_terminated(signum: int, frame: object) -> NoReturn:
+    raise AerieError(f"ended by {signal.Signals(signum).name}; finished work is kept, the same command goes on")
+
+
+def _report(error: BaseException, command: str, log: Path | None) -> None:
+    sys.stdout.flush()
+    stream = terminal()
+    tail: list[str] = []
+    if log:
+        if not isinstance(error, AerieError) or error.__cause__:
+            with open(log, "rb") as file:
+                file.seek(max(0, log.stat().st_size - 20_000))
+                tail = file.read().decode("utf-8", "replace").splitlines()[-_LAST_LINES:]
+        traceback.print_exception(error)
+        sys.stderr.flush()
+    print(f"\n{command} failed: {describe(error)}", file=stream)
+    if tail:
+        print(f"last lines of its log {log}:", *(f"  | {line[:_LINE_WIDTH]}" for line in tail), sep="\n", file=stream)
+    elif log:
+        print(f"log: {log}", file=stream)
+    else:
+        traceback.print_exception(error, file=stream)
+    stream.flush()

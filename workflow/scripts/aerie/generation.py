@@ -1,0 +1,231 @@
+"""Text generation by vLLM: the one place where regeneration and evaluation start an engine and read its counters."""
+
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .errors import AerieError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from .targets import Target
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the target generated: token ids (the end token included, where there is one), their text without special
+    tokens, and why it ended: "stop" (an end token) or "length" (cut off)."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class SpeculationCounters:
+    """vLLM's counters of speculative decoding since the engine's start.
+
+    drafts: verified drafts, one for each request and step; draft_tokens: tokens they held; accepted_tokens: how many of
+    these were accepted; accepted_per_position: of the accepted ones, how many at each draft position.
+    """
+
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    accepted_per_position: tuple[int, ...]
+
+    def since(self, earlier: "SpeculationCounters") -> "SpeculationCounters":
+        """What was counted after `earlier`."""
+        return SpeculationCounters(
+            self.drafts - earlier.drafts,
+            self.draft_tokens - earlier.draft_tokens,
+            self.accepted_tokens - earlier.accepted_tokens,
+            tuple(now - before for now, before in zip(self.accepted_per_position, earlier.accepted_per_position, strict=True)),
+        )
+
+
+class Reseeding:
+    """Mixed into vLLM's workers (`worker_extension_cls`), so that sampling can start from a given seed.
+
+    vLLM's own seed for each request fails on CPU ("CPU Generator does not use offset") and slows large batches on GPU.
+    """
+
+    def reseed(self, seed: int) -> None:
+        import numpy as np
+        import torch
+
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+
+
+class Engine:
+    """A vLLM engine that answers prompts given as token ids."""
+
+    def __init__(self, llm: Any, end_tokens: Sequence[int]) -> None:
+        self._llm = llm
+        self._end_tokens = list(end_tokens)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+    ) -> list[Answer]:
+        """Answers in the order of the prompts; greedy at temperature 0. With a seed, the same call gives the same answers."""
+        from vllm import SamplingParams
+
+        if seed is not None:
+            self._llm.collective_rpc("reseed", args=(seed,))
+        # Stop tokens are given, and the model's own sampling defaults (top_k, …) are not used: the settings decide alone.
+        sampling = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_new_tokens, stop_token_ids=self._end_tokens)
+        outputs = self._llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], sampling, use_tqdm=False)
+        if len(outputs) != len(prompts):
+            raise AerieError(f"vLLM returned {len(outputs)} answers to {len(prompts)} prompts")
+        answers = []
+        for number, output in enumerate(outputs):
+            made = output.outputs[0]
+            if made.finish_reason not in ("stop", "length"):
+                raise AerieError(f"vLLM ended prompt {number} of {len(prompts)} with {made.finish_reason!r}, expected 'stop' or 'length'")
+            answers.append(Answer(list(made.token_ids), made.text, made.finish_reason))
+        return answers
+
+    def counters(self) -> SpeculationCounters:
+        """vLLM's counters now; AerieError for an engine that does not speculate or was started without statistics."""
+        return read_counters(self._llm.get_metrics())
+
+    def close(self) -> None:
+        """Ends the engine's processes, so that its memory can be used by others."""
+        core = getattr(getattr(self._llm, "llm_engine", None), "engine_core", None)
+        if core is not None:
+            core.shutdown()
+
+
+def read_counters(metrics: Sequence[Any]) -> SpeculationCounters:
+    """The counters among vLLM's metrics, summed over engines."""
+    sums = {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0}
+    positions: list[int] = []
+    found = set()
+    for metric in metrics:
+        name = metric.name.removeprefix("vllm:spec_decode_")
+        if name in sums:
+            sums[name] += int(metric.value)
+            found.add(name)
+        elif name == "num_accepted_tokens_per_pos":
+            values = [int(value) for value in metric.values]
+            positions = [a + b for a, b in zip(positions, values, strict=True)] if positions else values
+            found.add(name)
+    missing = sorted({*sums, "num_accepted_tokens_per_pos"} - found)
+    if missing:
+        raise AerieError(f"vLLM's metrics have no spec_decode_{', spec_decode_'.join(missing)}: is speculation on in this engine?")
+    return SpeculationCounters(sums["num_drafts"], sums["num_draft_tokens"], sums["num_accepted_tokens"], tuple(positions))
+
+
+def start(
+    target: "Target",
+    runtime: dict[str, Any],
+    *,
+    end_tokens: Sequence[int],
+    max_length: int,
+    dtype: str = "auto",
+    seed: int = 0,
+    speculation: dict[str, Any] | None = None,
+    **options: Any,
+) -> Engine:
+    """Starts vLLM for the target and returns the engine.
+
+    runtime: a recipe's device ("auto", "cpu" or "cuda"), tensor_parallel and engine_options. max_length: tokens of prompt
+    and answer together. speculation: vLLM's speculative_config. options: further arguments of vllm.LLM; the user's
+    engine_options come last and win.
+    """
+    tensor_parallel = int(runtime.get("tensor_parallel") or 1)
+    if tensor_parallel == 1:
+        # In this process: nothing is left behind when the job is killed, and errors arrive with their traceback.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    from vllm import LLM
+
+    arguments: dict[str, Any] = {
+        "model": str(target.folder),
+        "trust_remote_code": target.trust_remote_code,
+        "tensor_parallel_size": tensor_parallel,
+        "dtype": dtype,
+        "seed": seed,
+        "max_model_len": max_length,
+        "worker_extension_cls": f"{Reseeding.__module__}.{Reseeding.__name__}",
+        **options,
+    }
+    if target.text_config is not target.config:
+        arguments["language_model_only"] = True  # a wrapper: its vision tower is neither needed nor profiled
+    if speculation:
+        # The counters exist only with statistics on.
+        arguments |= {"speculative_config": speculation, "disable_log_stats": False}
+    if device_type(runtime.get("device", "auto")) == "cpu":
+        # vLLM 0.32's rotary kernel for CPU is wrong for the DeepSeek family; torch's own operations are right.
+        arguments["compilation_config"] = {"custom_ops": ["none"]}
+        if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+            arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes()
+    chosen = dict(runtime.get("engine_options") or {})
+    if isinstance(chosen.get("compilation_config"), dict):
+        chosen["compilation_config"] = {**arguments.get("compilation_config", {}), **chosen["compilation_config"]}
+    return Engine(LLM(**{**arguments, **chosen}), end_tokens)
+
+
+def device_type(wanted: str) -> str:
+    """The device that this environment's vLLM runs on, "cpu" or "cuda"; AerieError where that is not what is wanted."""
+    from vllm.platforms import current_platform
+
+    found = str(current_platform.device_type)
+    if wanted not in ("auto", found):
+        raise AerieError(
+            f"the target asks for device {wanted!r}, but the installed vLLM runs on {found or 'no device'!r}. "
+            "Use the environment made for that device, or set device: auto."
+        )
+    return found
+
+
+def device_name(tensor_parallel: int) -> str:
+    """What speeds were measured on: "2 x NVIDIA H200", or the CPU's model and the cores this process may use."""
+    if device_type("auto") == "cuda":
+        from vllm.platforms import current_platform
+
+        return f"{tensor_parallel} x {current_platform.get_device_name()}"
+    model = "CPU"
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), model)
+    except OSError:
+        pass
+    return f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores, {model}"
+
+
+def _cpu_cache_bytes() -> int:
+    """Memory for the key-value cache on CPU: a quarter of what is free, between 0.25 and 4 GiB.
+
+    vLLM's own default takes most of the machine, which other jobs of the workflow share.
+    """
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        free = 4 * _GIB
+    return max(_GIB // 4, min(4 * _GIB, free // 4))
+
+
+def length_limit(target: "Target", runtime: dict[str, Any]) -> int:
+    """The most tokens of prompt and answer together: the model's positions, or engine_options' max_model_len if smaller."""
+    positions = getattr(target.text_config, "max_position_embeddings", None)
+    limits = [positions, (runtime.get("engine_options") or {}).get("max_model_len")]
+    return min((int(limit) for limit in limits if limit), default=2**31 - 1)
+
+
+def prompt_ids(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[dict[str, Any]]) -> list[int]:
+    """Token ids of the messages as the target's chat template renders them, ready for an answer."""
+    text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+    return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]

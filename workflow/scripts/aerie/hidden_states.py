@@ -1,0 +1,479 @@
+"""Hidden states on disk: one immutable safetensors file a shard, keyed by sample, read by memory map.
+
+`<store>/hidden_states/<capture key>/<digest>.safetensors`, readable by any safetensors reader:
+
+    offsets        [samples + 1] int64          sample i is rows offsets[i]:offsets[i + 1]
+    token_ids      [tokens] int32
+    scales         [tokens, layers] float32     only for float8_e4m3: value = stored * scale
+    hidden_states  [tokens, layers, hidden]     float32, bfloat16 or float8_e4m3; layers in ascending id
+
+The header's metadata carries the sample keys, the capture (key, layer ids, dtypes, engine), versions, and the seconds
+that the extraction of these tokens took. A file's name is the sha256 of its bytes (32 hex digits), so `sha256sum` finds
+damage; a shorter or longer file than its header promises is never read.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from . import cli
+from .errors import AerieError
+from .keys import canonical_json, digest_of, sample_key
+from .stage import read_manifest, sync_file, sync_folder
+
+if TYPE_CHECKING:
+    import torch
+
+VERSION = 1  # raised when the same settings would give other states or another file format
+BUCKETS = 256
+SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3": "F8_E4M3"}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float8_e4m3": 1}
+_FLOAT8_MAX = 448.0
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_STALE_SECONDS = 60
+_REMEDY = "Delete this shard and run `snakemake --forcerun find_missing_states`; only its samples are extracted anew."
+
+
+def capture_key(fingerprint: str, layer_ids: Iterable[int], stored_dtype: str, compute_dtype: str, engine_family: str) -> str:
+    """Key of everything that decides a sample's states, apart from its tokens.
+
+    engine_family: "vllm" or "transformers"; its version and options are only recorded in the shards.
+    """
+    return digest_of(
+        {
+            "version": VERSION,
+            "target": fingerprint,
+            "layer_ids": sorted(set(layer_ids)),
+            "stored_dtype": stored_dtype,
+            "compute_dtype": compute_dtype,
+            "engine": engine_family,
+        }
+    )
+
+
+def bucket_of(key: str) -> int:
+    """The bucket (0 to 255) that a sample's key falls into; locks and parts go by bucket."""
+    return int(key[:2], 16)
+
+
+def part_of(key: str, parts: int) -> int:
+    """Which of `parts` parts extracts this sample."""
+    return bucket_of(key) * parts // BUCKETS
+
+
+def row_bytes(layers: int, hidden_size: int, stored_dtype: str) -> int:
+    """Bytes a token takes in a shard: its states, its scales if any, and its id."""
+    scales = 4 * layers if stored_dtype == "float8_e4m3" else 0
+    return layers * hidden_size * _ITEM_BYTES[stored_dtype] + scales + 4
+
+
+def torch_dtype(stored_dtype: str) -> "torch.dtype":
+    """The torch dtype of a stored dtype's name; AerieError for a name that is none."""
+    import torch
+
+    found = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8_e4m3": torch.float8_e4m3fn}
+    if stored_dtype not in found:
+        raise AerieError(f"stored_dtype {stored_dtype!r}: expected one of {', '.join(found)}")
+    return found[stored_dtype]
+
+
+def encode(states: "torch.Tensor", stored_dtype: str) -> "tuple[torch.Tensor, torch.Tensor | None]":
+    """States [tokens, layers, hidden] in the stored dtype, on their device; for float8 with scales [tokens, layers].
+
+    A float8 value is the state divided by its token's and layer's scale, which maps the largest magnitude to 448.
+    """
+    import torch
+
+    if stored_dtype != "float8_e4m3":
+        return states.to(torch_dtype(stored_dtype)), None
+    wide = states.float()
+    scales = wide.abs().amax(dim=-1) / _FLOAT8_MAX
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    return (wide / scales.unsqueeze(-1)).to(torch.float8_e4m3fn), scales
+
+
+def decode(states: "torch.Tensor", scales: "torch.Tensor | None") -> "torch.Tensor":
+    """The inverse of `encode`: float8 comes back as bfloat16, the others as they are."""
+    import torch
+
+    if scales is None:
+        return states
+    return (states.float() * scales.unsqueeze(-1)).to(torch.bfloat16)
+
+
+class StoredSample(NamedTuple):
+    """A sample ready to be written: states [tokens, layers, hidden] and scales as `encode` gives them, on the CPU."""
+
+    key: str
+    token_ids: np.ndarray
+    states: "torch.Tensor"
+    scales: "torch.Tensor | None"
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What a folder of shards holds, as each shard's header repeats it."""
+
+    key: str
+    layer_ids: tuple[int, ...]
+    stored_dtype: str
+    compute_dtype: str
+    engine: str
+    versions: dict[str, str]
+    engine_options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard's header, checked against the file: keys[i] has rows offsets[i]:offsets[i + 1]."""
+
+    path: Path
+    capture_key: str
+    keys: list[str]
+    offsets: np.ndarray
+    layers: int
+    hidden_size: int
+    stored_dtype: str
+    seconds: float
+    engine: str
+    data_start: int  # byte of the file at which the tensors begin: offsets, then token_ids
+
+    @property
+    def tokens(self) -> int:
+        return int(self.offsets[-1])
+
+    def token_ids(self) -> np.ndarray:
+        """All token ids of the shard [tokens] int32."""
+        with open(self.path, "rb") as file:
+            file.seek(self.data_start + self.offsets.nbytes)
+            return np.frombuffer(file.read(4 * self.tokens), dtype="<i4")
+
+
+class DamagedShard(AerieError):
+    """A shard that cannot be trusted."""
+
+
+def read_shard(path: Path) -> Shard:
+    """Reads and checks a shard's header; DamagedShard says what is wrong with it."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+                raise ValueError(f"{size} bytes are too few for its header")
+            header = json.loads(file.read(length))
+            meta = header.pop("__metadata__")
+            end = 8 + length + max(int(entry["data_offsets"][1]) for entry in header.values())
+            if end != size:
+                raise ValueError(f"it has {size} bytes, and its header promises {end}")
+            keys = json.loads(meta["sample_keys"])
+            raw = file.read(8 * (len(keys) + 1))
+        offsets = np.frombuffer(raw, dtype="<i8")
+        stored = header["hidden_states"]
+        tokens, layers, hidden_size = stored["shape"]
+        capture = json.loads(meta["capture"])
+        expected = _layout(len(keys), tokens, layers, hidden_size, capture["stored_dtype"])
+        if header != expected or layers != len(capture["layer_ids"]):
+            raise ValueError("its tensors are not those that its metadata describes")
+        if offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) <= 0).any():
+            raise ValueError("its offsets do not divide its tokens into samples")
+        return Shard(
+            path=path,
+            capture_key=capture["key"],
+            keys=keys,
+            offsets=offsets,
+            layers=layers,
+            hidden_size=hidden_size,
+            stored_dtype=capture["stored_dtype"],
+            seconds=float(meta["seconds"]),
+            engine=capture["engine"],
+            data_start=8 + length,
+        )
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise DamagedShard(f"{path}: this shard of hidden states cannot be read: {str(error) or repr(error)}. {_REMEDY}") from error
+
+
+def _layout(samples: int, tokens: int, layers: int, hidden_size: int, stored_dtype: str) -> dict[str, Any]:
+    """The safetensors header (without metadata). Widest items first, so that every tensor is aligned."""
+    tensors: list[tuple[str, str, list[int], int]] = [
+        ("offsets", "I64", [samples + 1], 8),
+        ("token_ids", "I32", [tokens], 4),
+        ("scales", "F32", [tokens, layers], 4),
+        ("hidden_states", SAFETENSORS_DTYPES[stored_dtype], [tokens, layers, hidden_size], _ITEM_BYTES[stored_dtype]),
+    ]
+    if stored_dtype != "float8_e4m3":
+        del tensors[2]
+    header, start = {}, 0
+    for name, dtype, shape, item in tensors:
+        end = start + item * int(np.prod(shape))
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+        start = end
+    return header
+
+
+class HiddenStateStore:
+    """The shards of one capture: `<store root>/hidden_states/<capture key>/`."""
+
+    def __init__(self, root: Path, key: str) -> None:
+        self.root, self.key = Path(root), key
+        self.folder = self.root / "hidden_states" / key
+
+    def shards(self) -> list[Shard]:
+        """Every readable shard, by name. A damaged one is named in a warning and left out: its samples are missing."""
+        paths = sorted(self.folder.glob("*.safetensors"))
+        with ThreadPoolExecutor(16) as pool:  # header reads wait for the file system
+            found = list(pool.map(self._read_or_none, paths))
+        return [shard for shard in found if shard is not None]
+
+    def _read_or_none(self, path: Path) -> Shard | None:
+        try:
+            shard = read_shard(path)
+            if shard.capture_key != self.key:
+                raise DamagedShard(f"{path}: this shard belongs to capture {shard.capture_key}, not to its folder's. Move it there.")
+            return shard
+        except DamagedShard as error:
+            cli.say(f"warning: {error} Until then its samples count as missing.")
+            return None
+
+    def known(self) -> pd.DataFrame:
+        """One row a stored sample: sample_key, shard (file name), sample (position in the shard), tokens."""
+        return samples_table(self.shards())
+
+    def write_shard(self, capture: Capture, samples: Sequence[StoredSample], seconds: float) -> Path:
+        """Writes samples as one shard, durably, and returns its path.
+
+        seconds: wall time that extracting them took. Either the whole file is there under its name, or nothing is.
+        Raises OSError where the file system refuses.
+        """
+        lengths = [len(sample.token_ids) for sample in samples]
+        for sample, length in zip(samples, lengths, strict=True):
+            _check_sample(sample, length, capture)
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype("<i8")
+        hidden_size = samples[0].states.shape[2]
+        layout = _layout(len(samples), int(offsets[-1]), len(capture.layer_ids), hidden_size, capture.stored_dtype)
+        metadata = {
+            "format": "aerie hidden states",
+            "sample_keys": canonical_json([sample.key for sample in samples]),
+            "capture": canonical_json(vars(capture) | {"layer_ids": list(capture.layer_ids), "version": VERSION}),
+            "seconds": f"{seconds:.6f}",
+        }
+        header = json.dumps({"__metadata__": metadata, **layout}, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)
+
+        def parts() -> Iterator[Any]:
+            yield len(header).to_bytes(8, "little") + header
+            yield offsets
+            for sample in samples:
+                yield sample.token_ids.astype("<i4")
+            for sample in samples:
+                if sample.scales is not None:
+                    yield _bytes_of(sample.scales)
+            for sample in samples:
+                yield _bytes_of(sample.states)
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        temporary = self.folder / f".{uuid.uuid4().hex}.tmp"
+        digest = hashlib.sha256()
+        try:
+            with open(temporary, "wb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # says that its writer lives, see remove_stale
+                for part in parts():
+                    digest.update(part)
+                    file.write(part)
+                file.flush()
+                os.fsync(file.fileno())
+                path = self.folder / f"{digest.hexdigest()[:32]}.safetensors"
+                temporary.replace(path)
+            sync_folder(self.folder)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        return path
+
+    def verify_token_ids(self, table: pd.DataFrame) -> None:
+        """Checks the token ids of the samples that a `known` table lists; DamagedShard where they are not the key's."""
+        for name, rows in table.groupby("shard"):
+            shard = read_shard(self.folder / str(name))
+            ids = shard.token_ids()
+            for key, sample in zip(rows["sample_key"], rows["sample"], strict=True):
+                if shard.keys[sample] != key or sample_key(ids[shard.offsets[sample] : shard.offsets[sample + 1]]) != key:
+                    raise DamagedShard(f"{shard.path}: its token ids are not those of sample {key}. {_REMEDY}")
+
+    def remove_stale(self) -> None:
+        """Removes what killed writers left: temporary files that nobody holds a lock on."""
+        for path in self.folder.glob(".*.tmp"):
+            try:
+                with open(path, "rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    # A writer that has just made the file may not hold its lock yet.
+                    if time.time() - os.fstat(file.fileno()).st_mtime > _STALE_SECONDS:
+                        path.unlink()
+            except (BlockingIOError, FileNotFoundError):
+                continue
+
+    @contextmanager
+    def locked(self, buckets: Iterable[int]) -> Iterator[None]:
+        """Holds the locks of key buckets, waiting for other processes; ascending, so that nobody waits in a ring.
+
+        The kernel frees them when this process and what it forked are gone, however they ended.
+        """
+        folder = self.folder / ".locks"
+        folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            waited = False
+            for bucket in sorted(set(buckets)):
+                file = stack.enter_context(open(folder / f"{bucket:02x}", "ab"))
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    if not waited:
+                        cli.say(f"another process extracts some of the same samples; waiting for {folder}")
+                        waited = True
+                    fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def samples_table(shards: Sequence[Shard]) -> pd.DataFrame:
+    """sample_key, shard (file name), sample (position), tokens; a sample that two shards hold is listed once."""
+    table = pd.DataFrame(
+        {
+            "sample_key": np.concatenate([np.array(shard.keys, dtype=object) for shard in shards] or [np.array([], dtype=object)]),
+            "shard": np.repeat(np.array([shard.path.name for shard in shards], dtype=object), [len(shard.keys) for shard in shards]),
+            "sample": np.concatenate([np.arange(len(shard.keys)) for shard in shards] or [np.array([], dtype=np.int64)]).astype(np.int64),
+            "tokens": np.concatenate([np.diff(shard.offsets) for shard in shards] or [np.array([], dtype=np.int64)]).astype(np.int64),
+        }
+    ).astype({"sample_key": "str", "shard": "str"})
+    return table.drop_duplicates("sample_key", ignore_index=True)
+
+
+def write_table(table: pd.DataFrame, path: Path) -> None:
+    """Writes a parquet file so that a reader, or a crash, sees the old file or the whole new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    table.to_parquet(temporary, index=False)
+    sync_file(temporary)
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def _check_sample(sample: StoredSample, length: int, capture: Capture) -> None:
+    """The last check before the disk: shapes, dtype, and that the key is that of these very tokens."""
+    shape, dtype = tuple(sample.states.shape), sample.states.dtype
+    if length == 0 or shape[:2] != (length, len(capture.layer_ids)) or dtype != torch_dtype(capture.stored_dtype):
+        raise AerieError(
+            f"sample {sample.key}: states {shape} {dtype}; expected [{length}, {len(capture.layer_ids)}, hidden] {capture.stored_dtype}"
+        )
+    if sample_key(sample.token_ids) != sample.key:
+        raise AerieError(f"sample {sample.key}: its token ids have another key, {sample_key(sample.token_ids)}")
+
+
+def _bytes_of(tensor: "torch.Tensor") -> memoryview:
+    """A contiguous CPU tensor's bytes, without a copy."""
+    import torch
+
+    return memoryview(tensor.contiguous().view(torch.uint8).numpy().reshape(-1))
+
+
+class StatesIndex:
+    """The hidden states of one dataset, by sample key: results/hidden_states/{target}/{dataset}/{capture}/.
+
+    Reads only the rows asked for, by memory map; at most `max_open` shards stay open. Safe to use from several threads,
+    and to pickle or fork into data loader workers.
+    """
+
+    def __init__(self, folder: Path, store_root: Path, max_open: int = 64) -> None:
+        manifest = read_manifest(Path(folder))
+        self.capture_key: str = manifest["capture_key"]
+        self.digest: str = manifest["digest"]
+        self.layer_ids: list[int] = manifest["layer_ids"]
+        self.stored_dtype: str = manifest["settings"]["stored_dtype"]
+        self.max_open = max_open
+        self._shard_folder = HiddenStateStore(store_root, self.capture_key).folder
+        table = pd.read_parquet(Path(folder) / "index.parquet")
+        self._places = {
+            key: (shard, int(sample), int(tokens))
+            for key, shard, sample, tokens in zip(table["sample_key"], table["shard"], table["sample"], table["tokens"], strict=True)
+        }
+        self._open: OrderedDict[str, tuple[Any, np.ndarray]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_open", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open, self._lock = OrderedDict(), threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._places
+
+    def keys(self) -> list[str]:
+        """Sample keys, in the index's order."""
+        return list(self._places)
+
+    def tokens(self, key: str) -> int:
+        """Length of a sample in tokens."""
+        return self._place(key)[2]
+
+    def states(self, key: str) -> "torch.Tensor":
+        """States [tokens, layers, hidden] in the stored dtype (float8 comes back as bfloat16)."""
+        file, rows = self._rows(key)
+        scales = file.get_slice("scales")[rows] if self.stored_dtype == "float8_e4m3" else None
+        return decode(file.get_slice("hidden_states")[rows], scales)
+
+    def token_ids(self, key: str) -> np.ndarray:
+        """Token ids [tokens] int32; AerieError if they are not those of the key."""
+        file, rows = self._rows(key)
+        ids: np.ndarray = file.get_slice("token_ids")[rows].numpy()
+        if sample_key(ids) != key:
+            raise DamagedShard(f"{self._shard_folder / self._place(key)[0]}: its token ids are not those of sample {key}. {_REMEDY}")
+        return ids
+
+    def _place(self, key: str) -> tuple[str, int, int]:
+        try:
+            return self._places[key]
+        except KeyError:
+            raise AerieError(
+                f"sample {key}: no hidden states in this index of {len(self._places)} samples; it was made for another dataset. Run snakemake."
+            ) from None
+
+    def _rows(self, key: str) -> tuple[Any, slice]:
+        name, sample, tokens = self._place(key)
+        file, offsets = self._shard(name)
+        start, end = int(offsets[sample]), int(offsets[sample + 1])
+        if end - start != tokens:
+            raise DamagedShard(
+                f"{self._shard_folder / name}: sample {key} has {end - start} tokens there, and {tokens} in the index. {_REMEDY}"
+            )
+        return file, slice(start, end)
+
+    def _shard(self, name: str) -> tuple[Any, np.ndarray]:
+        with self._lock:
+            if name in self._open:
+                self._open.move_to_end(name)
+                return self._open[name]
+            from safetensors import safe_open
+
+            shard = read_shard(self._shard_folder / name)
+            self._open[name] = (safe_open(shard.path, framework="pt"), shard.offsets)
+            if len(self._open) > self.max_open:
+                self._open.popitem(last=False)  # closed when the last reader drops it
+            return self._open[name]

@@ -1,0 +1,52 @@
+"""Progress of long work, as lines that stay readable when several jobs print at once."""
+
+import sys
+import time
+from typing import Any
+
+from . import cli
+
+
+class Progress:
+    """Prints "what: done/total unit, rate, time left" to the terminal and the log, at most every `every` seconds.
+
+    Work found finished from an earlier attempt is given as `start`; it counts as done but not towards the rate.
+    """
+
+    def __init__(self, what: str, total: int, unit: str, start: int = 0, every: float = 10.0) -> None:
+        self.what, self.total, self.unit, self.every = what, total, unit, every
+        self.count = self.first = start
+        self.started = time.monotonic()
+        self.printed = self.started
+
+    def update(self, amount: int, **extra: Any) -> None:
+        """Adds `amount` units; `extra` values (loss=…, written=…) are shown behind."""
+        self.count += amount
+        now = time.monotonic()
+        if now - self.printed >= self.every:
+            self.printed = now
+            self._print(now, extra)
+
+    def done(self, **extra: Any) -> None:
+        """Prints the last line, whatever the interval."""
+        self._print(time.monotonic(), extra)
+
+    def _print(self, now: float, extra: dict[str, Any]) -> None:
+        seconds = max(now - self.started, 1e-9)
+        rate = (self.count - self.first) / seconds
+        parts = [f"{self.what}: {self.count:,}/{self.total:,} {self.unit}", f"{rate:,.1f} {self.unit}/s"]
+        if self.count < self.total and rate > 0:
+            parts.append(f"{_duration((self.total - self.count) / rate)} left")
+        else:
+            parts.append(f"{_duration(seconds)} taken")
+        parts += [f"{name} {value}" for name, value in extra.items()]
+        line = ", ".join(parts)
+        print(line, file=cli.terminal(), flush=True)
+        if cli.terminal() is not sys.stderr:
+            print(line, file=sys.stderr, flush=True)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"

@@ -1,0 +1,289 @@
+"""Prompts whose answers the target gives anew: what is asked, what counts as a good answer, and the answers kept on disk.
+
+Answers are kept by prompt, like hidden states by sample: `<store>/answers/<answers key>/` holds one parquet file a batch,
+so more data costs only the new prompts, and a prompt keeps its answer when others come or go.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from . import cli
+from .chat import Conversation, Message
+from .keys import digest_of
+from .stage import sync_file, sync_folder
+
+LOOP_REPEATS = 4
+LOOP_CHARACTERS = 64
+
+_ANSWER_SCHEMA = pa.schema(
+    [
+        ("prompt_key", pa.string()),
+        ("answers", pa.list_(pa.string())),
+        ("finish_reasons", pa.list_(pa.string())),
+        ("tokens", pa.list_(pa.int32())),
+        ("problem", pa.string()),
+    ]
+)
+_RESPONSE_SCHEMA = pa.schema(
+    [
+        ("prompt_key", pa.string()),
+        ("source", pa.string()),
+        ("line", pa.int64()),
+        ("messages", pa.string()),
+        ("finish_reason", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation without its answers.
+
+    turns: the messages that come before each answer; system messages stand before the user's first.
+    """
+
+    key: str
+    source: str
+    line: int
+    turns: tuple[tuple[Message, ...], ...]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the target answered to a prompt, turn by turn, up to and including the first answer that is not good.
+
+    tokens: generated tokens of each answer. problem: why the next turn could not be asked, "reason" or "reason: detail"
+    ("" where all were asked, or the last answer was not good).
+    """
+
+    prompt_key: str
+    answers: tuple[str, ...]
+    finish_reasons: tuple[str, ...]
+    tokens: tuple[int, ...]
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Response:
+    """A row of responses.parquet: the conversation with the target's answers. finish_reason is the last answer's."""
+
+    prompt_key: str
+    source: str
+    line: int
+    messages: list[Message]
+    finish_reason: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A row of rejects.jsonl. kept_turns: answers kept before the one that was not; 0 if the whole conversation is lost."""
+
+    source: str
+    line: int
+    reason: str
+    detail: str
+    kept_turns: int = 0
+
+
+def prompt_of(conversation: Conversation) -> Prompt:
+    """The conversation's prompt; its key is a hash of the messages asked.
+
+    It ends before the first tool's message: that one answers a call which the new answer may not make. `turns` is empty
+    where no user message comes before that.
+    """
+    turns: list[tuple[Message, ...]] = []
+    asked: list[Message] = []
+    for message in conversation.messages:
+        if message["role"] == "tool":
+            break
+        if message["role"] != "assistant":
+            asked.append({"role": message["role"], "content": message["content"]})
+        elif any(earlier["role"] == "user" for earlier in asked):
+            turns.append(tuple(asked))
+            asked = []
+    if any(message["role"] == "user" for message in asked):
+        turns.append(tuple(asked))
+    return Prompt(digest_of(turns)[:32], conversation.source, conversation.line, tuple(turns))
+
+
+def choose_prompts(conversations: Iterable[Conversation], max_prompts: int | None) -> tuple[list[Prompt], list[Rejection]]:
+    """Distinct usable prompts by ascending key, the lowest `max_prompts` of them, and what cannot be used.
+
+    The key is a hash, so this is a fair sample, and a larger number contains the smaller.
+    """
+    prompts: dict[str, Prompt] = {}
+    rejected = []
+    for conversation in conversations:
+        if conversation.problem:
+            rejected.append(Rejection(conversation.source, conversation.line, "unusable row", conversation.problem))
+            continue
+        prompt = prompt_of(conversation)
+        first = prompts.get(prompt.key)
+        if not prompt.turns:
+            rejected.append(Rejection(prompt.source, prompt.line, "no user turn", "no user message before the first tool message"))
+        elif first:
+            rejected.append(Rejection(prompt.source, prompt.line, "duplicate prompt", f"same as {first.source}:{first.line}"))
+        else:
+            prompts[prompt.key] = prompt
+    return [prompts[key] for key in sorted(prompts)[:max_prompts]], rejected
+
+
+def find_loop(text: str) -> str:
+    """The unit that a degenerate answer ends in, or "".
+
+    An answer loops if it ends in one unit of text repeated back to back at least 4 times (the last repetition may be
+    incomplete) over at least 64 characters. White space at the end does not count.
+    """
+    # Borders of the reversed text (Knuth, Morris, Pratt): a suffix of length n with border b has the period n - b.
+    backwards = text.rstrip()[::-1]
+    borders = [0] * len(backwards)
+    border = 0
+    for position in range(1, len(backwards)):
+        while border and backwards[position] != backwards[border]:
+            border = borders[border - 1]
+        border += backwards[position] == backwards[border]
+        borders[position] = border
+        length, period = position + 1, position + 1 - border
+        if length >= LOOP_CHARACTERS and length >= LOOP_REPEATS * period:
+            return backwards[:period][::-1]
+    return ""
+
+
+def fault_of(answer: str, finish_reason: str) -> tuple[str, str]:
+    """Why an answer is not good, and the detail: "empty answer", "loop", "cut off", or "" for a good one."""
+    if not answer.strip():
+        return "empty answer", ""
+    loop = find_loop(answer)
+    if loop:
+        return "loop", f"ends in a repetition of {loop!r}"
+    if finish_reason == "length":
+        return "cut off", "reached max_new_tokens"
+    return "", ""
+
+
+def assemble(prompt: Prompt, answered: Answers, keep_cut_off: bool) -> tuple[Response | None, Rejection | None]:
+    """The conversation as far as its answers are good; a rejection says why and where it ends early.
+
+    An answer cut off by the token limit is kept if `keep_cut_off`; then it is the last one.
+    """
+    messages: list[Message] = []
+    kept, finish_reason, tokens = 0, "", 0
+    problem, _, detail = answered.problem.partition(": ")
+    for turn, answer, finished, count in zip(prompt.turns, answered.answers, answered.finish_reasons, answered.tokens, strict=False):
+        fault, fault_detail = fault_of(answer, finished)
+        if fault and not (fault == "cut off" and keep_cut_off):
+            problem, detail = fault, fault_detail
+            break
+        messages += [*turn, {"role": "assistant", "content": answer}]
+        kept, finish_reason, tokens = kept + 1, finished, tokens + count
+        if fault and kept < len(prompt.turns):
+            problem, detail = fault, f"{fault_detail} before the last turn"
+    response = Response(prompt.key, prompt.source, prompt.line, messages, finish_reason, tokens) if kept else None
+    return response, Rejection(prompt.source, prompt.line, problem, detail, kept) if problem else None
+
+
+def batch_key(prompts: Sequence[Prompt]) -> str:
+    """Key of a batch: hash of its prompts' keys. It names the batch's file and seeds its sampling."""
+    return hashlib.sha256("\n".join(prompt.key for prompt in prompts).encode()).hexdigest()
+
+
+class AnswerStore:
+    """Answers on disk: one immutable parquet file a batch, written as temporary file, fsync, rename."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """One process answers at a time; another that wants some of the same prompts waits and then finds them."""
+        descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            cli.say(f"another process is answering with the same settings; waiting for {self.folder / 'lock'}")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.set_inheritable(descriptor, True)  # an engine's processes may outlive a killed parent
+        try:
+            yield
+        finally:
+            os.close(descriptor)
+
+    def read(self, keys: Iterable[str]) -> dict[str, Answers]:
+        """The stored answers to these prompts, by prompt key."""
+        wanted = set(keys)
+        found: dict[str, Answers] = {}
+        for path in sorted(self.folder.glob("*.parquet")):
+            for row in pq.read_table(path, schema=_ANSWER_SCHEMA).to_pylist():
+                if row["prompt_key"] in wanted:
+                    found.setdefault(
+                        row["prompt_key"],
+                        Answers(
+                            row["prompt_key"], tuple(row["answers"]), tuple(row["finish_reasons"]), tuple(row["tokens"]), row["problem"]
+                        ),
+                    )
+        return found
+
+    def write(self, key: str, answers: Sequence[Answers]) -> Path:
+        """Stores a batch's answers under the batch's key."""
+        path = self.folder / f"{key}.parquet"
+        temporary = path.with_name(f".{key}.{os.getpid()}.tmp")
+        rows = [
+            {
+                "prompt_key": one.prompt_key,
+                "answers": list(one.answers),
+                "finish_reasons": list(one.finish_reasons),
+                "tokens": list(one.tokens),
+                "problem": one.problem,
+            }
+            for one in answers
+        ]
+        pq.write_table(pa.Table.from_pylist(rows, schema=_ANSWER_SCHEMA), temporary)
+        sync_file(temporary)
+        temporary.replace(path)
+        sync_folder(self.folder)
+        return path
+
+
+def write_responses(responses: Sequence[Response], path: Path) -> None:
+    """responses.parquet: prompt_key, source, line, messages (JSON of a list of {role, content}), finish_reason."""
+    rows = [
+        {
+            "prompt_key": one.prompt_key,
+            "source": one.source,
+            "line": one.line,
+            "messages": json.dumps(one.messages, ensure_ascii=False),
+            "finish_reason": one.finish_reason,
+        }
+        for one in responses
+    ]
+    pq.write_table(pa.Table.from_pylist(rows, schema=_RESPONSE_SCHEMA), path)
+
+
+def responses_digest(responses: Sequence[Response]) -> str:
+    """Content digest of the conversations; neither their order nor where the prompts came from is in it."""
+    return digest_of(sorted([one.prompt_key, one.messages, one.finish_reason] for one in responses))
+
+
+def figures_of(prompts: int, responses: Sequence[Response], rejected: Sequence[Rejection]) -> dict[str, Any]:
+    """Numbers for the manifest. dropped: conversations lost, by reason; shortened: kept without their later turns."""
+    return {
+        "prompts": prompts,
+        "kept": len(responses),
+        "cut_off": sum(one.finish_reason == "length" for one in responses),
+        "tokens": sum(one.tokens for one in responses),
+        "dropped": dict(sorted(Counter(one.reason for one in rejected if not one.kept_turns).items())),
+        "shortened": dict(sorted(Counter(one.reason for one in rejected if one.kept_turns).items())),
+    }

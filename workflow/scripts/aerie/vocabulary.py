@@ -1,0 +1,166 @@
+"""The draft's vocabulary: which of the target's tokens it can propose.
+
+Speculators' and vLLM's convention: draft ids are in the order of target ids; `d2t` [draft vocabulary] int64 holds offsets,
+target id = draft id + d2t[draft id]; `t2d` [target vocabulary] bool marks the target ids that the draft has.
+A draft with the full vocabulary has d2t all zero and t2d all true.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .errors import AerieError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_LISTED_LOST_TOKENS = 50
+
+
+@dataclass(frozen=True)
+class VocabMap:
+    """d2t int64 [draft vocabulary] and t2d bool [target vocabulary]; checked against each other when made."""
+
+    d2t: np.ndarray
+    t2d: np.ndarray
+
+    def __post_init__(self) -> None:
+        check_map(self.d2t, self.t2d)
+
+    @property
+    def size(self) -> int:
+        """Number of tokens that the draft can propose."""
+        return len(self.d2t)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the draft has the target's whole vocabulary, and so needs no map."""
+        return len(self.d2t) == len(self.t2d)
+
+    @property
+    def target_ids(self) -> np.ndarray:
+        """Target id of each draft id, int64, ascending."""
+        return np.arange(len(self.d2t)) + self.d2t
+
+
+def check_map(d2t: np.ndarray, t2d: np.ndarray) -> None:
+    """AerieError unless both arrays describe one and the same choice of tokens."""
+    wanted = "expected d2t int64 [draft vocabulary] and t2d bool [target vocabulary]"
+    if d2t.ndim != 1 or t2d.ndim != 1 or d2t.dtype != np.int64 or t2d.dtype != np.bool_:
+        raise AerieError(f"vocabulary map: d2t is {d2t.dtype} {list(d2t.shape)}, t2d is {t2d.dtype} {list(t2d.shape)}; {wanted}")
+    marked = np.flatnonzero(t2d)
+    if len(marked) != len(d2t):
+        raise AerieError(f"vocabulary map: d2t has {len(d2t)} tokens, t2d marks {len(marked)}; they belong to different maps")
+    targets = np.arange(len(d2t)) + d2t
+    if not np.array_equal(targets, marked):
+        first = int(np.flatnonzero(targets != marked)[0])
+        raise AerieError(
+            f"vocabulary map: draft id {first} is target id {int(targets[first])} in d2t but {int(marked[first])} in t2d; "
+            "they belong to different maps. Delete the map and run snakemake again."
+        )
+
+
+def count_supervised(samples: Iterable[tuple[Sequence[int], Sequence[int]]], vocab_size: int) -> np.ndarray:
+    """Counts of each target id among supervised tokens, int64 [vocab_size], over (input_ids, loss_mask) pairs."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for input_ids, loss_mask in samples:
+        ids = np.asarray(input_ids, dtype=np.int64)[np.asarray(loss_mask, dtype=bool)]
+        if len(ids) and (ids.max() >= vocab_size or ids.min() < 0):
+            raise AerieError(
+                f"the samples hold token id {int(ids.max())}, the target's vocabulary has {vocab_size} ids: "
+                "they were made with another tokenizer. Run prepare_dataset for this target."
+            )
+        counts += np.bincount(ids, minlength=vocab_size)
+    return counts
+
+
+def special_tokens(tokenizer: "PreTrainedTokenizerBase", end_tokens: Iterable[int], counts: np.ndarray) -> set[int]:
+    """Ids that a draft must have: those that end a generation, begin or pad one, and special ones that chats use.
+
+    counts: int64 [target vocabulary] of supervised tokens. The hundreds of reserved special tokens are left out.
+    """
+    named = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, *end_tokens)
+    special = [token for token, entry in tokenizer.added_tokens_decoder.items() if entry.special and token < len(counts)]
+    return {token for token in named if token is not None} | {token for token in special if counts[token]}
+
+
+def choose_tokens(counts: np.ndarray, size: int, pinned: Iterable[int], real_ids: Iterable[int]) -> np.ndarray:
+    """`size` target ids, ascending, int64: pinned ones, then by count (ties: lower id), then unused real ids, lowest first.
+
+    counts: int64 [target vocabulary]. real_ids: ids that the tokenizer can produce; padding ids of the embedding are not.
+    """
+    real = np.zeros(len(counts), dtype=bool)
+    real[[token for token in real_ids if 0 <= token < len(counts)]] = True
+    pins = sorted({token for token in pinned if 0 <= token < len(counts) and real[token]})
+    if size < max(1, len(pins)):
+        raise AerieError(f"vocab_size {size} has no room for the {len(pins)} special tokens; raise vocab_size")
+    if size > int(real.sum()):
+        raise AerieError(
+            f"vocab_size {size} is larger than the target's {int(real.sum())} real tokens (its vocabulary of {len(counts)} "
+            "ids is padded); lower it, or set vocab_size: null for the full vocabulary"
+        )
+    # lexsort: the last key decides first. Real ids that were never supervised have count 0 and so come last, lowest first.
+    order = np.lexsort((np.arange(len(counts)), -counts))
+    order = order[real[order] & ~np.isin(order, pins)]
+    return np.sort(np.concatenate([np.asarray(pins, dtype=np.int64), order[: size - len(pins)]]))
+
+
+def map_of(tokens: np.ndarray, vocab_size: int) -> VocabMap:
+    """The map for these target ids (ascending, int64)."""
+    t2d = np.zeros(vocab_size, dtype=bool)
+    t2d[tokens] = True
+    return VocabMap(tokens - np.arange(len(tokens)), t2d)
+
+
+def full_map(vocab_size: int) -> VocabMap:
+    """The map of a draft with the target's whole vocabulary: nothing is mapped."""
+    return VocabMap(np.zeros(vocab_size, dtype=np.int64), np.ones(vocab_size, dtype=bool))
+
+
+def coverage(counts: np.ndarray, vocab_map: VocabMap, text_of: Callable[[int], str]) -> dict[str, Any]:
+    """What the map keeps and loses of the supervised tokens counted in `counts` (int64 [target vocabulary])."""
+    total, kept = int(counts.sum()), int(counts[vocab_map.t2d].sum())
+    lost = np.flatnonzero((counts > 0) & ~vocab_map.t2d)
+    lost = lost[np.lexsort((lost, -counts[lost]))]
+    return {
+        "draft_vocab_size": vocab_map.size,
+        "target_vocab_size": len(vocab_map.t2d),
+        "supervised_tokens": total,
+        "covered_tokens": kept,
+        "coverage": kept / total if total else 1.0,
+        "distinct_tokens": int((counts > 0).sum()),
+        "distinct_tokens_lost": len(lost),
+        "most_frequent_lost": [
+            {"id": int(token), "text": text_of(int(token)), "count": int(counts[token])} for token in lost[:_LISTED_LOST_TOKENS]
+        ],
+    }
+
+
+def save_map(vocab_map: VocabMap, folder: Path) -> None:
+    """Writes d2t.npy and t2d.npy, as `speculators train --d2t-path --t2d-path` reads them too."""
+    np.save(folder / "d2t.npy", vocab_map.d2t)
+    np.save(folder / "t2d.npy", vocab_map.t2d)
+
+
+def load_map(folder: Path, target_vocab_size: int) -> VocabMap:
+    """Reads and checks a map; AerieError if it is broken or for a target with another vocabulary."""
+    try:
+        vocab_map = VocabMap(np.load(folder / "d2t.npy"), np.load(folder / "t2d.npy"))
+    except (OSError, EOFError, ValueError) as error:
+        raise AerieError(f"{folder}: the vocabulary map cannot be read ({error}). Delete it and run snakemake again.") from error
+    except AerieError as error:
+        raise AerieError(f"{folder}: {error}") from None
+    if len(vocab_map.t2d) != target_vocab_size:
+        raise AerieError(
+            f"{folder}: the vocabulary map is for a target of {len(vocab_map.t2d)} ids, this target has {target_vocab_size}"
+        )
+    return vocab_map
+
+
+def write_coverage(figures: dict[str, Any], folder: Path) -> None:
+    """Writes coverage.json."""
+    (folder / "coverage.json").write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")

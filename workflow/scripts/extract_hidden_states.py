@@ -1,0 +1,97 @@
+"""Extracts one part of the hidden states that the store lacks, and lists where they lie.
+
+A part takes the samples whose key falls into its share of 256 buckets and holds those buckets' locks, so any mix of
+parts, whatever their number, does everything once. With nothing to do the target is not loaded.
+"""
+
+import argparse
+import shutil
+from pathlib import Path
+
+import pandas as pd
+
+from aerie import cli
+from aerie.devices import lease
+from aerie.errors import AerieError
+from aerie.extraction import Job, Outcome, SampleSet
+from aerie.hidden_states import HiddenStateStore, bucket_of, part_of, row_bytes, write_table
+from aerie.stage import Recipe
+from aerie.targets import Target
+
+VERSION = 1  # aerie.hidden_states.VERSION, which is in the capture's key
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = cli.stage_parser(__doc__)
+    parser.add_argument("--target", type=Path, required=True, help="the target's fingerprint.json")
+    parser.add_argument("--dataset", type=Path, required=True, help="the dataset's folder")
+    parser.add_argument("--missing", type=Path, required=True, help="table of missing samples (find_missing_states)")
+    parser.add_argument("--part", type=int, required=True, help="number of this part, from 0")
+    parser.add_argument("--parts", type=int, required=True, help="number of parts")
+    parser.add_argument("--gpus", type=int, default=0, help="GPUs granted to this job")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    if not 0 <= args.part < args.parts:
+        raise AerieError(f"part {args.part} of {args.parts}: parts are numbered from 0 to {args.parts - 1}")
+    recipe = Recipe.read(args.recipe)
+    job = Job.of(recipe, Target.read(args.target))
+    store = HiddenStateStore(args.store, job.capture_key)
+    missing = pd.read_parquet(args.missing)["sample_key"]
+    wanted = {key for key in missing if part_of(key, args.parts) == args.part}
+    if wanted:
+        with store.locked(bucket_of(key) for key in wanted):
+            # Another process may have extracted some since the table was made.
+            todo = wanted - set(store.known()["sample_key"])
+            if todo:
+                samples = samples_of(args.dataset, todo)
+                check_disk(job, samples, args.store)
+                store.remove_stale()
+                with lease(recipe.runtime.get("gpus", 0), args.gpus):
+                    extract(job, samples, store).raise_failures()
+    known = store.known()
+    found = known[known["sample_key"].isin(wanted)].sort_values("sample_key", ignore_index=True)
+    if len(found) != len(wanted):
+        raise AerieError(
+            f"{len(wanted) - len(found):,} of {len(wanted):,} samples were written and are not in {store.folder}. Check the disk."
+        )
+    write_table(found, args.output)
+    cli.say(f"hidden states: part {args.part} of {args.parts} is complete, {len(wanted):,} samples")
+
+
+def samples_of(dataset: Path, keys: set[str]) -> SampleSet:
+    """The dataset's samples with these keys; AerieError where it lacks one."""
+    samples = SampleSet.of_dataset(dataset).chosen(keys)
+    unknown = keys - set(samples.keys)
+    if unknown:
+        raise AerieError(
+            f"{len(unknown):,} missing samples are not in {dataset} ({min(unknown)}, …): it has changed since. Run snakemake again."
+        )
+    return samples
+
+
+def check_disk(job: Job, samples: SampleSet, store: Path) -> None:
+    """AerieError where the states will not fit on the store's file system."""
+    needed = int(samples.tokens.sum()) * row_bytes(len(job.layer_ids), job.target.hidden_size, job.stored_dtype)
+    free = shutil.disk_usage(store).free
+    if needed > free:
+        raise AerieError(
+            f"the hidden states of {len(samples):,} samples take {needed / 1e9:,.1f} GB, {store} has {free / 1e9:,.1f} GB free. "
+            "Make room, set another store, fewer max_samples, or stored_dtype float8_e4m3."
+        )
+
+
+def extract(job: Job, samples: SampleSet, store: HiddenStateStore) -> Outcome:
+    """Runs the job's engine, which is imported only here: both take seconds and a GPU's memory."""
+    if job.engine == "vllm":
+        from aerie import engine_vllm
+
+        return engine_vllm.extract(job, samples, store)
+    from aerie import engine_transformers
+
+    return engine_transformers.extract(job, samples, store)
+
+
+if __name__ == "__main__":
+    cli.run(main, build_parser())

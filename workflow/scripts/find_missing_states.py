@@ -1,0 +1,38 @@
+"""Lists the samples of a dataset whose hidden states the store lacks: sample_key and tokens.
+
+Loads no model. A sample that the target cannot take is refused here, by name.
+"""
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+
+from aerie import cli
+from aerie.extraction import Job, SampleSet
+from aerie.hidden_states import HiddenStateStore, write_table
+from aerie.stage import Recipe
+from aerie.targets import Target
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = cli.stage_parser(__doc__)
+    parser.add_argument("--target", type=Path, required=True, help="the target's fingerprint.json")
+    parser.add_argument("--dataset", type=Path, required=True, help="the dataset's folder")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    job = Job.of(Recipe.read(args.recipe), Target.read(args.target))
+    samples = SampleSet.of_dataset(args.dataset)
+    samples.check(job.max_tokens)
+    known = set(HiddenStateStore(args.store, job.capture_key).known()["sample_key"])
+    wanted = pd.DataFrame({"sample_key": samples.keys, "tokens": samples.tokens}).drop_duplicates("sample_key")
+    missing = wanted[~wanted["sample_key"].isin(known)].sort_values("sample_key", ignore_index=True)
+    write_table(missing, args.output)
+    found, tokens = len(wanted) - len(missing), int(missing["tokens"].sum())
+    cli.say(f"hidden states: {found:,} of {len(wanted):,} samples are in the store, {tokens:,} tokens to extract")
+
+
+if __name__ == "__main__":
+    cli.run(main, build_parser())

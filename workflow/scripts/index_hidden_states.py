@@ -1,0 +1,88 @@
+"""Writes the index of a dataset's hidden states: which shard holds which sample. The states stay in the store.
+
+Writes index.parquet (sample_key, shard, sample, tokens) and manifest.json.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import pandas as pd
+
+from aerie import cli
+from aerie.errors import AerieError
+from aerie.extraction import Job, SampleSet
+from aerie.hidden_states import HiddenStateStore, Shard, row_bytes, samples_table, write_table
+from aerie.keys import digest_of, file_sha256
+from aerie.stage import Recipe, read_manifest, versions, write_atomically
+from aerie.targets import Target
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = cli.stage_parser(__doc__)
+    parser.add_argument("--target", type=Path, required=True, help="the target's fingerprint.json")
+    parser.add_argument("--dataset", type=Path, required=True, help="the dataset's folder")
+    parser.add_argument("--part-files", type=Path, nargs="+", required=True, help="tables of all parts (extract_hidden_states)")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    started = time.time()
+    recipe, target = Recipe.read(args.recipe), Target.read(args.target)
+    job = Job.of(recipe, target)
+    keys = sorted(set(SampleSet.of_dataset(args.dataset).keys))
+    store = HiddenStateStore(args.store, job.capture_key)
+    shards = store.shards()
+    index = pick(samples_table(shards), keys)
+    store.verify_token_ids(index)
+    path = args.output / "index.parquet"
+    write_table(index, path)
+    digest = digest_of({"capture_key": job.capture_key, "sample_keys": keys})
+    manifest = {
+        "stage": recipe.stage,
+        "version": recipe.version,
+        "key": digest,
+        "digest": digest,
+        "capture_key": job.capture_key,
+        "layer_ids": list(job.layer_ids),
+        "settings": recipe.settings,
+        "runtime": recipe.runtime,
+        "inputs": {"target": target.digest, "dataset": read_manifest(args.dataset)["digest"]},
+        "files": {"index.parquet": {"sha256": file_sha256(path), "bytes": path.stat().st_size}},
+        "figures": figures(index, shards, row_bytes(len(job.layer_ids), target.hidden_size, job.stored_dtype)),
+        "versions": versions(),
+        "seconds": round(time.time() - started, 3),
+    }
+    write_atomically(args.output / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+
+
+def pick(known: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """The rows of the store's table for these keys, in their order; AerieError where one is missing."""
+    index = known[known["sample_key"].isin(set(keys))].sort_values("sample_key", ignore_index=True)
+    if len(index) != len(keys):
+        lost = sorted(set(keys) - set(index["sample_key"]))
+        raise AerieError(
+            f"the store lacks the hidden states of {len(lost):,} of {len(keys):,} samples ({lost[0]}, …), "
+            "which it had when they were listed. Run `snakemake --forcerun find_missing_states`."
+        )
+    return index
+
+
+def figures(index: pd.DataFrame, shards: list[Shard], bytes_a_token: int) -> dict[str, float | int]:
+    """Counts, and the extraction's speed as the shards recorded it (time shared by tokens with what else they hold)."""
+    tokens_of = index.groupby("shard")["tokens"].sum().to_dict()
+    seconds = sum(shard.seconds * tokens_of.get(shard.path.name, 0) / shard.tokens for shard in shards)
+    tokens = int(index["tokens"].sum())
+    return {
+        "samples": len(index),
+        "tokens": tokens,
+        "bytes": tokens * bytes_a_token,
+        "shards": len(tokens_of),
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
+    }
+
+
+if __name__ == "__main__":
+    cli.run(main, build_parser())

@@ -1,0 +1,203 @@
+"""Has the target answer the prompts of a dataset itself, so that the draft learns what the target says.
+
+    regenerate_responses.py --recipe R --target fingerprint.json --prompts FILE … --store S --output DIR --log L
+
+Each conversation is asked turn by turn; later turns see the new answers, a system prompt is kept. Answers are kept in
+the store by prompt, batch by batch: a kill loses at most one batch, and other or more data asks only what is new.
+
+Output: responses.parquet, rejects.jsonl, manifest.json.
+Settings: max_new_tokens, temperature, top_p, seed, dtype, max_prompts (null: all), keep_cut_off.
+Runtime: device, tensor_parallel, engine_options, batch_prompts (prompts between two writes to the store).
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from aerie import cli, generation
+from aerie.chat import Message, read_conversations
+from aerie.devices import lease
+from aerie.errors import AerieError
+from aerie.generation import Answer
+from aerie.keys import digest_of, file_sha256
+from aerie.progress import Progress
+from aerie.regeneration import (
+    Answers,
+    AnswerStore,
+    Prompt,
+    assemble,
+    batch_key,
+    choose_prompts,
+    fault_of,
+    figures_of,
+    responses_digest,
+    write_responses,
+)
+from aerie.stage import Recipe, StageResult, run_stage
+from aerie.targets import Target
+
+VERSION = 1
+
+# What an answer depends on; the other settings only choose among prompts and answers.
+ANSWER_SETTINGS = ("max_new_tokens", "temperature", "top_p", "seed", "dtype")
+
+Generate = Callable[[list[list[int]], int], list[Answer]]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = cli.stage_parser(__doc__)
+    parser.add_argument("--target", type=Path, required=True, help="the target's fingerprint.json")
+    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="conversations; their answers are not used")
+    parser.add_argument("--gpus", type=int, default=0, help="GPUs that Snakemake granted")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    recipe = Recipe.read(args.recipe)
+    target = Target.read(args.target)
+    # Order, place and name of the files are in no key; their content is.
+    inputs = {"target": target.digest, "prompts": digest_of(sorted(map(file_sha256, args.prompts)))}
+
+    def compute(work: Path, out: Path) -> StageResult:
+        with lease(recipe.runtime.get("gpus", 0), args.gpus):
+            return regenerate(recipe, target, args.prompts, args.store, out)
+
+    manifest = run_stage(recipe, VERSION, inputs, args.output, args.store, compute, args.log)
+    figures = manifest["figures"]
+    cli.say(
+        f"regenerate: {figures['kept']:,} of {figures['prompts']:,} conversations kept, "
+        f"dropped {json.dumps(figures['dropped'])}, shortened {json.dumps(figures['shortened'])}"
+    )
+
+
+def regenerate(recipe: Recipe, target: Target, paths: Sequence[Path], store: Path, out: Path) -> StageResult:
+    """Asks what the store does not answer yet, and writes the dataset's responses into `out`."""
+    settings = recipe.settings
+    prompts, rejected = choose_prompts(read_conversations(paths), settings["max_prompts"])
+    if not prompts:
+        reasons = sorted({one.reason for one in rejected})
+        raise AerieError(f"no prompt to answer in {', '.join(map(str, paths))}; rows were rejected for: {', '.join(reasons) or 'no rows'}")
+    how = {name: settings.get(name) for name in ANSWER_SETTINGS}
+    answers_key = digest_of({"version": VERSION, "target": target.digest, "settings": how})
+    answer_store = AnswerStore(store / "answers" / answers_key)
+    with answer_store.locked():
+        answered = answer_store.read(prompt.key for prompt in prompts)
+        missing = [prompt for prompt in prompts if prompt.key not in answered]
+        cli.say(f"regenerate: {len(answered):,} of {len(prompts):,} prompts found answered, {len(missing):,} to ask")
+        seconds, tokens = 0.0, 0
+        if missing:
+            seconds, tokens = ask_all(missing, recipe, target, answer_store, done=len(answered))
+            answered = answer_store.read(prompt.key for prompt in prompts)
+    responses = []
+    for prompt in prompts:
+        response, rejection = assemble(prompt, answered[prompt.key], settings["keep_cut_off"])
+        responses += [response] if response else []
+        rejected += [rejection] if rejection else []
+    figures = figures_of(len(prompts), responses, rejected)
+    if not responses:
+        raise AerieError(f"none of the {len(prompts)} answers can be used ({json.dumps(figures['dropped'])}). Check the target.")
+    write_responses(responses, out / "responses.parquet")
+    rejects = sorted(rejected, key=lambda one: (one.source, one.line))
+    (out / "rejects.jsonl").write_text("".join(json.dumps(asdict(one), ensure_ascii=True) + "\n" for one in rejects))
+    # Of this run alone: what earlier ones answered is in the store with no time beside it.
+    measured = {"asked": len(missing), "generated_tokens": tokens, "tokens_per_second": round(tokens / seconds, 1) if tokens else None}
+    return StageResult(digest=responses_digest(responses), figures=figures | measured)
+
+
+def ask_all(missing: Sequence[Prompt], recipe: Recipe, target: Target, answer_store: AnswerStore, done: int) -> tuple[float, int]:
+    """Answers the prompts in batches, each stored before the next begins. Returns seconds and tokens of generation."""
+    settings, runtime = recipe.settings, recipe.runtime
+    tokenizer = target.tokenizer()
+    limit = generation.length_limit(target, runtime)
+    engine = generation.start(
+        target,
+        runtime,
+        end_tokens=target.end_tokens(tokenizer),
+        max_length=limit,
+        dtype=settings.get("dtype") or "auto",
+        seed=settings["seed"],
+    )
+
+    def generate(ids: list[list[int]], seed: int) -> list[Answer]:
+        return engine.generate(ids, settings["max_new_tokens"], settings["temperature"], settings["top_p"], seed)
+
+    def ids_of(messages: Sequence[Message]) -> list[int]:
+        return generation.prompt_ids(tokenizer, messages)
+
+    progress = Progress("regenerate", done + len(missing), "prompts", start=done)
+    size = int(runtime.get("batch_prompts") or 100)
+    seconds, tokens = 0.0, 0
+    for start in range(0, len(missing), size):
+        batch = missing[start : start + size]
+        key = batch_key(batch)
+        started = time.monotonic()
+        answers = ask(batch, generate, ids_of, limit - settings["max_new_tokens"], seed_of(settings["seed"], key))
+        seconds += time.monotonic() - started
+        tokens += sum(sum(one.tokens) for one in answers)
+        answer_store.write(key, answers)
+        progress.update(len(batch), tokens_per_second=round(tokens / seconds))
+    progress.done(tokens_per_second=round(tokens / max(seconds, 1e-9)))
+    engine.close()
+    return seconds, tokens
+
+
+def ask(
+    prompts: Sequence[Prompt], generate: Generate, ids_of: Callable[[Sequence[Message]], list[int]], max_prompt: int, seed: int
+) -> list[Answers]:
+    """Asks a batch turn by turn; a conversation ends at its first answer that is not good.
+
+    max_prompt: the longest prompt, in tokens, that leaves room for an answer.
+    """
+    messages: list[list[Message]] = [[] for _ in prompts]
+    given: list[list[Answer]] = [[] for _ in prompts]
+    problems = ["" for _ in prompts]
+    asking = list(range(len(prompts)))
+    for turn in range(max(len(prompt.turns) for prompt in prompts)):
+        ready: list[tuple[int, list[int]]] = []
+        for index in asking:
+            if turn < len(prompts[index].turns):
+                messages[index] += prompts[index].turns[turn]
+                ids, problems[index] = rendered(messages[index], ids_of, max_prompt)
+                if not problems[index]:
+                    ready.append((index, ids))
+        if not ready:
+            break
+        asking = []
+        for (index, _), answer in zip(ready, generate([ids for _, ids in ready], seed + turn), strict=True):
+            given[index].append(answer)
+            messages[index].append({"role": "assistant", "content": answer.text})
+            if not fault_of(answer.text, answer.finish_reason)[0]:
+                asking.append(index)
+    return [
+        Answers(
+            prompt.key,
+            tuple(answer.text for answer in answers),
+            tuple(answer.finish_reason for answer in answers),
+            tuple(len(answer.token_ids) for answer in answers),
+            problem,
+        )
+        for prompt, answers, problem in zip(prompts, given, problems, strict=True)
+    ]
+
+
+def rendered(messages: Sequence[Message], ids_of: Callable[[Sequence[Message]], list[int]], max_prompt: int) -> tuple[list[int], str]:
+    """Token ids of a prompt, and why it cannot be asked ("" if it can)."""
+    from jinja2 import TemplateError
+
+    try:
+        ids = ids_of(messages)
+    except TemplateError as error:
+        return [], f"refused by the chat template: {error}"
+    return ids, "prompt too long" if len(ids) > max_prompt else ""
+
+
+def seed_of(seed: int, key: str) -> int:
+    """The sampling seed of a batch: the same batch is sampled alike whatever was answered before it."""
+    return int(digest_of([seed, key])[:8], 16)
+
+
+if __name__ == "__main__":
+    cli.run(main, build_parser())

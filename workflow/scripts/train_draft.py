@@ -1,0 +1,54 @@
+"""Trains an EAGLE-3 draft on a dataset's hidden states and exports it as vLLM serves it.
+
+Writes config.json, model.safetensors, metrics.jsonl and manifest.json.
+"""
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+from aerie import cli
+from aerie.devices import lease
+from aerie.samples import load_samples
+from aerie.stage import Recipe, StageResult, read_manifest, run_stage
+from aerie.targets import Target
+from aerie.vocabulary import load_map
+
+VERSION = 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = cli.engine_parser(__doc__)
+    parser.add_argument("--dataset", type=Path, required=True, help="the dataset's folder")
+    parser.add_argument("--hidden-states", type=Path, required=True, help="the capture's folder, with index.parquet")
+    parser.add_argument("--vocab-map", type=Path, required=True, help="folder with d2t.npy and t2d.npy")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    recipe = Recipe.read(args.recipe)
+    target = Target.read(args.target)
+
+    def compute(work: Path, out: Path) -> StageResult:
+        # Imported here: a draft that the store has needs no torch.
+        from aerie.hidden_states import StatesIndex
+        from aerie.train_run import train
+
+        samples = load_samples(args.dataset)
+        states = StatesIndex(args.hidden_states, args.store)
+        vocab_map = load_map(args.vocab_map, target.vocab_size)
+        settings = recipe.settings | {"aux_layer_ids": target.aux_layer_ids(recipe.settings["aux_layer_ids"])}
+        with lease(recipe.runtime["gpus"], args.gpus):
+            figures, digest = train(target, samples, states, vocab_map, settings, recipe.runtime, work, out)
+        shutil.copyfile(work / "metrics.jsonl", out / "metrics.jsonl")
+        return StageResult(digest=digest, figures=figures)
+
+    inputs: dict[str, Any] = {"target": target.digest}
+    for name, folder in (("dataset", args.dataset), ("hidden_states", args.hidden_states), ("vocab_map", args.vocab_map)):
+        inputs[name] = read_manifest(folder)["digest"]
+    run_stage(recipe, VERSION, inputs, args.output, args.store, compute, args.log)
+
+
+if __name__ == "__main__":
+    cli.run(main, build_parser())
