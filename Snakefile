@@ -7,6 +7,7 @@ configfile: "config/config.yaml"
 
 
 include: "workflow/rules/common.smk"
+include: "workflow/rules/recipes.smk"
 include: "workflow/rules/targets.smk"
 include: "workflow/rules/datasets.smk"
 include: "workflow/rules/hidden_states.smk"

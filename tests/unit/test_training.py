@@ -8,10 +8,12 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+
 from aerie import vocabulary
 from aerie.checkpoints import Checkpoints
 from aerie.cpu_speed import Float32Muon, orthogonalize, packed_attention
@@ -29,8 +31,12 @@ from tiny_targets import MAX_POSITIONS, VOCAB_SIZE, make_tiny_llama
 
 CPU = torch.device("cpu")
 LAYERS = (2, 4, 5, 8)
-SETTINGS = {"layers": 1, "aux_layer_ids": [2, 4, 5], "training": {"epochs": 6, "batch_tokens": 256, "max_length": 256, "learning_rate": 0.01}}
-RUNTIME = {"device": "cpu", "checkpoint_seconds": 0}
+SETTINGS: dict[str, Any] = {
+    "layers": 1,
+    "aux_layer_ids": [2, 4, 5],
+    "training": {"epochs": 6, "batch_tokens": 256, "max_length": 256, "learning_rate": 0.01},
+}
+RUNTIME = {"device": "cpu", "gpus": 0, "checkpoint_seconds": 0}
 
 
 class HandMade:
@@ -266,6 +272,12 @@ def test_layer_ids_beyond_the_target(problem):
 # Checkpoints
 
 
+def newest(checkpoints: Checkpoints) -> dict:
+    state = checkpoints.newest()
+    assert state is not None
+    return state
+
+
 def test_half_written_checkpoints_are_skipped(tmp_path: Path):
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.newest() is None
@@ -274,13 +286,13 @@ def test_half_written_checkpoints_are_skipped(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-0000000{n}.{end}" for n in (2, 3) for end in ("json", "pt")]
     (tmp_path / "step-00000009.tmp").write_bytes(b"killed while writing")
     (tmp_path / "step-00000008.pt").write_bytes(b"killed before the marker")
-    assert checkpoints.newest()["step"] == 3
+    assert newest(checkpoints)["step"] == 3
     whole = (tmp_path / "step-00000003.pt").read_bytes()
     (tmp_path / "step-00000003.pt").write_bytes(whole[:-1])  # cut short
-    assert checkpoints.newest()["step"] == 2
+    assert newest(checkpoints)["step"] == 2
     (tmp_path / "step-00000003.pt").write_bytes(bytes(len(whole)))  # the right size, and nothing in it
-    assert checkpoints.newest()["step"] == 2
-    assert checkpoints.newest()["weights"].dtype == torch.float32
+    assert newest(checkpoints)["step"] == 2
+    assert newest(checkpoints)["weights"].dtype == torch.float32
 
 
 # Whole trainings of a tiny target
@@ -339,7 +351,7 @@ def problem(tmp_path_factory) -> SimpleNamespace:
     store.write_shard(capture, stored, 1.0)
     (root / "states").mkdir()
     store.known().to_parquet(root / "states" / "index.parquet")
-    manifest = {"digest": "h", "capture_key": "c", "settings": {"layer_ids": list(LAYERS), "stored_dtype": "float32"}}
+    manifest = {"digest": "h", "capture_key": "c", "layer_ids": list(LAYERS), "settings": {"stored_dtype": "float32"}}
     (root / "states" / "manifest.json").write_text(json.dumps(manifest))
 
     dataset = load_samples(root / "dataset")
@@ -373,7 +385,7 @@ def test_training_learns(trained):
     assert validation[-1]["loss"] < 0.8 * validation[0]["loss"]
     figures = trained.figures["validation"]
     assert figures["accuracy"] == validation[-1]["accuracy"]
-    assert figures["accuracy"][0] > 0.2
+    assert figures["accuracy"][0] > 0.3
     assert figures["acceptance_length"] == pytest.approx(1 + sum(figures["accuracy"]))
     assert figures["conditional_accuracy"][0] == figures["accuracy"][0]
     assert trained.figures["steps"] == trained.metrics[-1]["step"]
@@ -390,7 +402,7 @@ def test_export_is_the_trained_model(problem, trained):
     assert config["norm_before_residual"] and config["norm_before_fc"] and config["norm_output"] and config["dtype"] == "float32"
     assert config["transformer_layer_config"]["max_position_embeddings"] == MAX_POSITIONS
     model = build_draft(problem.target, DraftShape(1, (2, 4, 5)), problem.vocab_map, 3, "sdpa")
-    model.load_state_dict(Checkpoints(trained.work / "checkpoints").newest()["trained"], strict=False)
+    model.load_state_dict(newest(Checkpoints(trained.work / "checkpoints"))["trained"], strict=False)
     loaded_config = Eagle3DraftModel.config_class.from_pretrained(trained.out)
     loaded_config.transformer_layer_config._attn_implementation = "sdpa"
     loaded = SpeculatorModel.from_pretrained(str(trained.out), config=loaded_config)
@@ -422,11 +434,10 @@ def test_full_vocabulary_trains(problem, tmp_path: Path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["draft_vocab_size"] == VOCAB_SIZE
 
 
-def test_same_seed_same_draft_and_golden(trained):
-    """Golden: figures of VERSION 1. If this fails on purpose, raise VERSION in train_draft.py and record the new ones."""
-    steps = [line["step"] for line in trained.metrics if line["split"] == "train"]
-    assert steps == sorted(set(steps))
-    assert round(trained.figures["validation"]["loss"], 2) == -1
+def test_golden(trained):
+    """Figures of VERSION 1. If this fails on purpose, raise VERSION in train_draft.py and record the new ones."""
+    assert trained.figures["steps"] == 54
+    assert trained.figures["validation"]["loss"] == pytest.approx(7.63, abs=0.05)
 
 
 def run_command(problem, output: str, **popen) -> subprocess.Popen:
@@ -456,7 +467,7 @@ def test_killed_training_goes_on(problem, trained):
         markers = [int(path.stem.removeprefix("step-")) for path in problem.root.glob("store/train_draft/*/work/checkpoints/*.json")]
         if max(markers, default=0) >= enough:
             break
-        assert process.poll() is None and time.monotonic() < deadline, "the training ended before it could be killed"
+        assert process.poll() is None and time.monotonic() < deadline, (problem.root / "killed.log").read_text()
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()

@@ -1,4 +1,3 @@
-import os
 import re
 import sys
 from pathlib import Path
@@ -7,11 +6,14 @@ from snakemake.utils import validate
 
 SCRIPTS = f"{workflow.basedir}/workflow/scripts"
 sys.path.insert(0, SCRIPTS)
-# The commands run with the interpreter that runs Snakemake, whether or not its environment is activated.
-os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
+from aerie.cli import put_on_path
 from aerie.configuration import Plan
+from aerie.devices import has_driver
 from aerie.errors import AerieError
+
+# Rules call the commands by name; they run with Snakemake's interpreter, whether or not its environment is activated.
+put_on_path(Path(sys.executable).parent, Path(SCRIPTS))
 
 
 def get_versions():
@@ -26,10 +28,9 @@ def get_versions():
 
 validate(config, schema="../schemas/config.schema.yaml")
 try:
-    PLAN = Plan(config, get_versions(), has_gpu=Path("/proc/driver/nvidia/version").exists())
+    PLAN = Plan(config, get_versions(), has_driver())
 except AerieError as error:
     raise WorkflowError(str(error))
-STORE = config["store"]
 ENVIRONMENT = f"{workflow.basedir}/envs/{'cuda' if PLAN.has_gpu else 'cpu'}.yaml"
 
 
@@ -61,12 +62,22 @@ def get_final_files():
     recipes = [recipe_file(stage, name) for stage, name in PLAN.recipes]
     drafts = [f"results/drafts/{run}/manifest.json" for run in PLAN.runs]
     evaluations = [f"results/evaluations/{run}/acceptance.json" for run in PLAN.runs]
-    return ["results/report.html", "results/summary.txt", *drafts, *evaluations, *recipes]
+    return [
+        "results/report.html",
+        "results/summary.txt",
+        *drafts,
+        *evaluations,
+        *recipes,
+    ]
 
 
 def get_engine_threads(wildcards):
     """All cores for an engine on the CPU; on GPUs a few for each, so that parts run side by side."""
-    return max(1, min(8, workflow.cores // 2)) if PLAN.gpus(wildcards.target) else workflow.cores
+    return (
+        max(1, min(8, workflow.cores // 2))
+        if PLAN.gpus(wildcards.target)
+        else workflow.cores
+    )
 
 
 def print_summary():
@@ -75,22 +86,81 @@ def print_summary():
         print(Path("results/summary.txt").read_text())
 
 
-localrules:
-    write_recipe,
+def get_download(key):
+    """Parameter function: a value of the download's configuration."""
+    return lambda wildcards: config["downloads"][wildcards.download].get(key)
 
 
-rule write_recipe:
-    output:
-        "results/.recipes/{stage}/{name}/{digest}.json",
-    log:
-        "results/logs/write_recipe/{stage}/{name}/{digest}.log",
-    benchmark:
-        "results/benchmarks/write_recipe/{stage}/{name}/{digest}.tsv"
-    params:
-        text=get_recipe_text,
-    conda:
-        ENVIRONMENT
-    resources:
-        mem_mb=200,
-    shell:
-        "python {SCRIPTS}/write_recipe.py --text {params.text:q} --output {output} --log {log}"
+def get_target_files(wildcards):
+    """The files that decide a target's fingerprint; those of a hub id are found when the job runs."""
+    target = config["targets"][wildcards.target]
+    if "gguf" in target:
+        return f"results/targets/{wildcards.target}/manifest.json"
+    if "path" in target:
+        found = [
+            path
+            for path in Path(target["path"]).glob("*")
+            if path.suffix in (".safetensors", ".json", ".jinja", ".model")
+        ]
+        return sorted(map(str, found))
+    return []
+
+
+def get_sources(wildcards):
+    """The conversations that a dataset is prepared from: its sources, or the answers regenerated for them."""
+    if PLAN.regenerates(wildcards.dataset):
+        return f"results/regenerated/{wildcards.target}/{wildcards.dataset}/responses.parquet"
+    return config["datasets"][wildcards.dataset]["sources"]
+
+
+def get_extraction_gpus(wildcards, input):
+    """GPUs for a part: none where the store lacks nothing. Evaluated when the input exists."""
+    gpus = PLAN.gpus(wildcards.target)
+    missing = Path(input.missing)
+    if gpus and missing.exists():
+        from pyarrow.parquet import read_metadata
+
+        return gpus if read_metadata(missing).num_rows else 0
+    return gpus
+
+
+def get_run_file(pattern):
+    """Input function: a file that depends on the run's target, dataset and capture."""
+
+    def found(wildcards):
+        run = PLAN.runs[wildcards.run]
+        return pattern.format(**run._asdict(), capture=PLAN.capture(run))
+
+    return found
+
+
+def get_training_threads(wildcards):
+    return (
+        max(1, min(8, workflow.cores // 2))
+        if PLAN.training_gpus(PLAN.runs[wildcards.run])
+        else workflow.cores
+    )
+
+
+def get_evaluation_threads(wildcards):
+    return get_engine_threads(PLAN.runs[wildcards.run])
+
+
+def get_report_inputs(wildcards):
+    """Every manifest that the report reads."""
+    files = []
+    for run in PLAN.runs.values():
+        states = f"results/hidden_states/{run.target}/{run.dataset}/{PLAN.capture(run)}"
+        files += [
+            f"results/datasets/{run.target}/{run.dataset}/manifest.json",
+            f"{states}/manifest.json",
+        ]
+        files += [
+            f"results/{stage}/{run.run}/manifest.json"
+            for stage in ("vocab_maps", "drafts", "evaluations")
+        ]
+        if PLAN.regenerates(run.dataset):
+            files.append(
+                f"results/regenerated/{run.target}/{run.dataset}/manifest.json"
+            )
+    return sorted(set(files))

@@ -1,10 +1,3 @@
-def get_sources(wildcards):
-    """The conversations that a dataset is prepared from: its sources, or the answers regenerated for them."""
-    if PLAN.regenerates(wildcards.dataset):
-        return f"results/regenerated/{wildcards.target}/{wildcards.dataset}/responses.parquet"
-    return config["datasets"][wildcards.dataset]["sources"]
-
-
 rule regenerate_responses:
     input:
         recipe=get_recipe("regenerate_responses", "{target}/{dataset}"),
@@ -25,9 +18,11 @@ rule regenerate_responses:
     resources:
         mem_mb=8000,
         gpu=lambda wildcards: PLAN.gpus(wildcards.target),
+    params:
+        store=config["store"],
     shell:
-        "python {SCRIPTS}/regenerate_responses.py --recipe {input.recipe} --target {input.target} --prompts {input.prompts:q}"
-        " --gpus {resources.gpu} --store {STORE:q} --output results/regenerated/{wildcards.target}/{wildcards.dataset} --log {log}"
+        "regenerate_responses.py --recipe {input.recipe} --target {input.target} --prompts {input.prompts:q}"
+        " --gpus {resources.gpu} --store {params.store:q} --output results/regenerated/{wildcards.target}/{wildcards.dataset} --log {log}"
 
 
 rule prepare_dataset:
@@ -48,6 +43,8 @@ rule prepare_dataset:
         ENVIRONMENT
     resources:
         mem_mb=4000,
+    params:
+        store=config["store"],
     shell:
-        "python {SCRIPTS}/prepare_dataset.py --recipe {input.recipe} --target {input.target} --sources {input.sources:q}"
-        " --store {STORE:q} --output results/datasets/{wildcards.target}/{wildcards.dataset} --log {log}"
+        "prepare_dataset.py --recipe {input.recipe} --target {input.target} --sources {input.sources:q}"
+        " --store {params.store:q} --output results/datasets/{wildcards.target}/{wildcards.dataset} --log {log}"

@@ -1,17 +1,3 @@
-def get_run_file(pattern):
-    """Input function: a file that depends on the run's target, dataset and capture."""
-
-    def found(wildcards):
-        run = PLAN.runs[wildcards.run]
-        return pattern.format(**run._asdict(), capture=PLAN.capture(run))
-
-    return found
-
-
-def get_training_threads(wildcards):
-    return max(1, min(8, workflow.cores // 2)) if PLAN.training_gpus(PLAN.runs[wildcards.run]) else workflow.cores
-
-
 rule map_vocabulary:
     input:
         recipe=get_recipe("map_vocabulary", "{run}"),
@@ -30,9 +16,11 @@ rule map_vocabulary:
         ENVIRONMENT
     resources:
         mem_mb=2000,
+    params:
+        store=config["store"],
     shell:
-        "python {SCRIPTS}/map_vocabulary.py --recipe {input.recipe} --target {input.target} --dataset $(dirname {input.dataset})"
-        " --store {STORE:q} --output results/vocab_maps/{wildcards.run} --log {log}"
+        "map_vocabulary.py --recipe {input.recipe} --target {input.target} --dataset $(dirname {input.dataset})"
+        " --store {params.store:q} --output results/vocab_maps/{wildcards.run} --log {log}"
 
 
 rule train_draft:
@@ -40,7 +28,9 @@ rule train_draft:
         recipe=get_recipe("train_draft", "{run}"),
         target=get_run_file("results/targets/{target}/fingerprint.json"),
         dataset=get_run_file("results/datasets/{target}/{dataset}/manifest.json"),
-        states=get_run_file("results/hidden_states/{target}/{dataset}/{capture}/manifest.json"),
+        states=get_run_file(
+            "results/hidden_states/{target}/{dataset}/{capture}/manifest.json"
+        ),
         vocab_map="results/vocab_maps/{run}/manifest.json",
     output:
         config="results/drafts/{run}/config.json",
@@ -57,7 +47,9 @@ rule train_draft:
     resources:
         mem_mb=16000,
         gpu=lambda wildcards: PLAN.training_gpus(PLAN.runs[wildcards.run]),
+    params:
+        store=config["store"],
     shell:
-        "python {SCRIPTS}/train_draft.py --recipe {input.recipe} --target {input.target} --dataset $(dirname {input.dataset})"
+        "train_draft.py --recipe {input.recipe} --target {input.target} --dataset $(dirname {input.dataset})"
         " --hidden-states $(dirname {input.states}) --vocab-map $(dirname {input.vocab_map}) --gpus {resources.gpu}"
-        " --store {STORE:q} --output results/drafts/{wildcards.run} --log {log}"
+        " --store {params.store:q} --output results/drafts/{wildcards.run} --log {log}"

@@ -2,10 +2,6 @@ localrules:
     build_report,
 
 
-def get_evaluation_threads(wildcards):
-    return get_engine_threads(PLAN.runs[wildcards.run])
-
-
 rule evaluate_draft:
     input:
         recipe=get_recipe("evaluate_draft", "{run}"),
@@ -26,21 +22,11 @@ rule evaluate_draft:
     resources:
         mem_mb=8000,
         gpu=lambda wildcards: PLAN.gpus(PLAN.runs[wildcards.run].target),
+    params:
+        store=config["store"],
     shell:
-        "python {SCRIPTS}/evaluate_draft.py --recipe {input.recipe} --target {input.target} --draft $(dirname {input.draft})"
-        " --prompts {input.prompts:q} --gpus {resources.gpu} --store {STORE:q} --output results/evaluations/{wildcards.run} --log {log}"
-
-
-def get_report_inputs(wildcards):
-    """Every manifest that the report reads."""
-    files = []
-    for run in PLAN.runs.values():
-        states = f"results/hidden_states/{run.target}/{run.dataset}/{PLAN.capture(run)}"
-        files += [f"results/datasets/{run.target}/{run.dataset}/manifest.json", f"{states}/manifest.json"]
-        files += [f"results/{stage}/{run.run}/manifest.json" for stage in ("vocab_maps", "drafts", "evaluations")]
-        if PLAN.regenerates(run.dataset):
-            files.append(f"results/regenerated/{run.target}/{run.dataset}/manifest.json")
-    return sorted(set(files))
+        "evaluate_draft.py --recipe {input.recipe} --target {input.target} --draft $(dirname {input.draft})"
+        " --prompts {input.prompts:q} --gpus {resources.gpu} --store {params.store:q} --output results/evaluations/{wildcards.run} --log {log}"
 
 
 rule build_report:
@@ -59,5 +45,5 @@ rule build_report:
     resources:
         mem_mb=1000,
     shell:
-        "python {SCRIPTS}/build_report.py --recipe {input.recipe} --results results --summary {output.summary} --output {output.report}"
+        "build_report.py --recipe {input.recipe} --results results --summary {output.summary} --output {output.report}"
         " --log {log}"

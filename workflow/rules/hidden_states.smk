@@ -6,17 +6,6 @@ localrules:
 STATES = "results/hidden_states/{target}/{dataset}/{capture}"
 
 
-def get_extraction_gpus(wildcards, input):
-    """GPUs for a part: none where the store lacks nothing. Evaluated when the input exists."""
-    gpus = PLAN.gpus(wildcards.target)
-    missing = Path(input.missing)
-    if gpus and missing.exists():
-        from pyarrow.parquet import read_metadata
-
-        return gpus if read_metadata(missing).num_rows else 0
-    return gpus
-
-
 rule find_missing_states:
     input:
         recipe=get_recipe("extract_hidden_states", "{target}/{dataset}/{capture}"),
@@ -32,9 +21,11 @@ rule find_missing_states:
         ENVIRONMENT
     resources:
         mem_mb=2000,
+    params:
+        store=config["store"],
     shell:
-        "python {SCRIPTS}/find_missing_states.py --recipe {input.recipe} --target {input.target}"
-        " --dataset results/datasets/{wildcards.target}/{wildcards.dataset} --store {STORE:q} --output {output} --log {log}"
+        "find_missing_states.py --recipe {input.recipe} --target {input.target}"
+        " --dataset results/datasets/{wildcards.target}/{wildcards.dataset} --store {params.store:q} --output {output} --log {log}"
 
 
 rule extract_hidden_states:
@@ -56,10 +47,12 @@ rule extract_hidden_states:
     resources:
         mem_mb=16000,
         gpu=get_extraction_gpus,
+    params:
+        store=config["store"],
     shell:
-        "python {SCRIPTS}/extract_hidden_states.py --recipe {input.recipe} --target {input.target}"
+        "extract_hidden_states.py --recipe {input.recipe} --target {input.target}"
         " --dataset results/datasets/{wildcards.target}/{wildcards.dataset} --missing {input.missing}"
-        " --part {wildcards.part} --parts {wildcards.parts} --gpus {resources.gpu} --store {STORE:q} --output {output} --log {log}"
+        " --part {wildcards.part} --parts {wildcards.parts} --gpus {resources.gpu} --store {params.store:q} --output {output} --log {log}"
 
 
 rule index_hidden_states:
@@ -67,7 +60,12 @@ rule index_hidden_states:
         recipe=get_recipe("extract_hidden_states", "{target}/{dataset}/{capture}"),
         target="results/targets/{target}/fingerprint.json",
         dataset="results/datasets/{target}/{dataset}/manifest.json",
-        parts=expand(f"{STATES}/part-{{part}}-of-{{parts}}.parquet", part=range(PLAN.parts()), parts=PLAN.parts(), allow_missing=True),
+        parts=expand(
+            f"{STATES}/part-{{part}}-of-{{parts}}.parquet",
+            part=range(PLAN.parts()),
+            parts=PLAN.parts(),
+            allow_missing=True,
+        ),
     output:
         index=f"{STATES}/index.parquet",
         manifest=f"{STATES}/manifest.json",
@@ -79,7 +77,9 @@ rule index_hidden_states:
         ENVIRONMENT
     resources:
         mem_mb=4000,
+    params:
+        store=config["store"],
     shell:
-        "python {SCRIPTS}/index_hidden_states.py --recipe {input.recipe} --target {input.target}"
-        " --dataset results/datasets/{wildcards.target}/{wildcards.dataset} --part-files {input.parts} --store {STORE:q}"
+        "index_hidden_states.py --recipe {input.recipe} --target {input.target}"
+        " --dataset results/datasets/{wildcards.target}/{wildcards.dataset} --part-files {input.parts} --store {params.store:q}"
         " --output $(dirname {output.index}) --log {log}"

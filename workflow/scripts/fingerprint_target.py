@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Writes a target's fingerprint: where it is, and the digest of everything that decides its behaviour."""
 
 import argparse

@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Writes the index of a dataset's hidden states: which shard holds which sample. The states stay in the store.
 
 Writes index.parquet (sample_key, shard, sample, tokens) and manifest.json.

@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Chooses the draft's vocabulary: the target's most frequent supervised tokens of the train split.
 
 Writes d2t.npy, t2d.npy (speculators' convention), coverage.json and manifest.json.
@@ -7,6 +8,7 @@ import argparse
 from pathlib import Path
 
 import numpy as np
+
 from aerie import cli, vocabulary
 from aerie.samples import load_samples
 from aerie.stage import Recipe, StageResult, read_manifest, run_stage

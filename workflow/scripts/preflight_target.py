@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Checks a target before anything is loaded: architecture, engine, layer ids, vocabulary, chat template, weights."""
 
 import argparse

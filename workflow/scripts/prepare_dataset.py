@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Prepares a dataset: conversations, rendered with the target's chat template, become samples with a loss mask."""
 
 import argparse

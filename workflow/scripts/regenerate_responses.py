@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Has the target answer the prompts of a dataset itself, so that the draft learns what the target says.
 
     regenerate_responses.py --recipe R --target fingerprint.json --prompts FILE … --store S --output DIR --log L

@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Trains an EAGLE-3 draft on a dataset's hidden states and exports it as vLLM serves it.
 
 Writes config.json, model.safetensors, metrics.jsonl and manifest.json.
@@ -33,13 +34,15 @@ def main(args: argparse.Namespace) -> None:
     def compute(work: Path, out: Path) -> StageResult:
         # Imported here: a draft that the store has needs no torch.
         from aerie.hidden_states import StatesIndex
-        from aerie.train_run import train
 
         samples = load_samples(args.dataset)
         states = StatesIndex(args.hidden_states, args.store)
         vocab_map = load_map(args.vocab_map, target.vocab_size)
         settings = recipe.settings | {"aux_layer_ids": target.aux_layer_ids(recipe.settings["aux_layer_ids"])}
         with lease(recipe.runtime["gpus"], args.gpus):
+            # Not earlier: speculators looks for GPUs when it is imported, and CUDA then keeps to those it found.
+            from aerie.train_run import train
+
             figures, digest = train(target, samples, states, vocab_map, settings, recipe.runtime, work, out)
         shutil.copyfile(work / "metrics.jsonl", out / "metrics.jsonl")
         return StageResult(digest=digest, figures=figures)

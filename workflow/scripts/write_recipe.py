@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Writes a recipe (a stage's resolved settings) and removes its older siblings."""
 
 import argparse

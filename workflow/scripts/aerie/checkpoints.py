@@ -40,7 +40,7 @@ class Checkpoints:
             file.flush()
             os.fsync(file.fileno())
         size = temporary.stat().st_size
-        os.replace(temporary, path)
+        temporary.replace(path)
         sync_folder(self.folder)
         write_atomically(path.with_suffix(".json"), json.dumps({"step": step, "bytes": size}))
         for old in self._complete()[_KEPT:]:

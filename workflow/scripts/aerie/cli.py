@@ -29,6 +29,11 @@ def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
+def put_on_path(*folders: Path) -> None:
+    """Makes the programs in these folders the first that are found by name, here and in child processes."""
+    os.environ["PATH"] = os.pathsep.join([*map(str, folders), os.environ.get("PATH", "")])
+
+
 def parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with what every command has: --log, the file that gets all output."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -19,6 +19,11 @@ from .errors import AerieError
 LOCKS = Path(tempfile.gettempdir()) / "aerie-gpus"
 
 
+def has_driver() -> bool:
+    """Whether this host has an NVIDIA driver; asks nothing but the file system."""
+    return Path("/proc/driver/nvidia/version").exists()
+
+
 @contextmanager
 def lease(needed: int, granted: int, locks: Path = LOCKS) -> Iterator[list[str]]:
     """Holds `needed` GPUs and sets CUDA_VISIBLE_DEVICES to them; waits while they are taken. Call it before importing torch.

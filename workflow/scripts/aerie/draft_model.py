@@ -123,9 +123,7 @@ def build_draft(target: "Target", shape: DraftShape, vocab_map: VocabMap, ttt_st
     """
     text_config = target.text_config
     if max(shape.aux_layer_ids) > target.num_layers or min(shape.aux_layer_ids) < 0:
-        raise AerieError(
-            f"aux_layer_ids {list(shape.aux_layer_ids)}: target {target.name} has layer ids 0 to {target.num_layers}"
-        )
+        raise AerieError(f"aux_layer_ids {list(shape.aux_layer_ids)}: target {target.name} has layer ids 0 to {target.num_layers}")
     decoder = decoder_config(text_config, shape)
     decoder._attn_implementation = attention
     config = Eagle3SpeculatorConfig(

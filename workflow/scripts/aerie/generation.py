@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .errors import AerieError
+from .vllm_options import common_options, device_type
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from .targets import Target
-
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -145,50 +144,21 @@ def start(
     and answer together. speculation: vLLM's speculative_config. options: further arguments of vllm.LLM; the user's
     engine_options come last and win.
     """
-    tensor_parallel = int(runtime.get("tensor_parallel") or 1)
-    if tensor_parallel == 1:
-        # In this process: nothing is left behind when the job is killed, and errors arrive with their traceback.
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    arguments = common_options(target, runtime)
     from vllm import LLM
 
-    arguments: dict[str, Any] = {
-        "model": str(target.folder),
-        "trust_remote_code": target.trust_remote_code,
-        "tensor_parallel_size": tensor_parallel,
+    arguments = {
         "dtype": dtype,
         "seed": seed,
         "max_model_len": max_length,
         "worker_extension_cls": f"{Reseeding.__module__}.{Reseeding.__name__}",
         **options,
+        **arguments,
     }
-    if target.text_config is not target.config:
-        arguments["language_model_only"] = True  # a wrapper: its vision tower is neither needed nor profiled
     if speculation:
         # The counters exist only with statistics on.
         arguments |= {"speculative_config": speculation, "disable_log_stats": False}
-    if device_type(runtime.get("device", "auto")) == "cpu":
-        # vLLM 0.32's rotary kernel for CPU is wrong for the DeepSeek family; torch's own operations are right.
-        arguments["compilation_config"] = {"custom_ops": ["none"]}
-        if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-            arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes()
-    chosen = dict(runtime.get("engine_options") or {})
-    if isinstance(chosen.get("compilation_config"), dict):
-        chosen["compilation_config"] = {**arguments.get("compilation_config", {}), **chosen["compilation_config"]}
-    return Engine(LLM(**{**arguments, **chosen}), end_tokens)
-
-
-def device_type(wanted: str) -> str:
-    """The device that this environment's vLLM runs on, "cpu" or "cuda"; AerieError where that is not what is wanted."""
-    from vllm.platforms import current_platform
-
-    found = str(current_platform.device_type)
-    if wanted not in ("auto", found):
-        raise AerieError(
-            f"the target asks for device {wanted!r}, but the installed vLLM runs on {found or 'no device'!r}. "
-            "Use the environment made for that device, or set device: auto."
-        )
-    return found
+    return Engine(LLM(**arguments), end_tokens)
 
 
 def device_name(tensor_parallel: int) -> str:
@@ -204,18 +174,6 @@ def device_name(tensor_parallel: int) -> str:
     except OSError:
         pass
     return f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores, {model}"
-
-
-def _cpu_cache_bytes() -> int:
-    """Memory for the key-value cache on CPU: a quarter of what is free, between 0.25 and 4 GiB.
-
-    vLLM's own default takes most of the machine, which other jobs of the workflow share.
-    """
-    try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        free = 4 * _GIB
-    return max(_GIB // 4, min(4 * _GIB, free // 4))
 
 
 def length_limit(target: "Target", runtime: dict[str, Any]) -> int:

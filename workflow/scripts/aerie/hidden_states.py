@@ -452,7 +452,7 @@ class StatesIndex:
             return self._places[key]
         except KeyError:
             raise AerieError(
-                f"sample {key}: no hidden states in this index of {len(self._places)} samples; it was made for another dataset. Run snakemake."
+                f"sample {key}: no hidden states in this index of {len(self._places)} samples; made for another dataset. Run snakemake."
             ) from None
 
     def _rows(self, key: str) -> tuple[Any, slice]:

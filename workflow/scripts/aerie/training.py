@@ -323,4 +323,3 @@ class DraftTrainer(Trainer):
             learning_rate=self.optimizers[0].param_groups[0]["lr"],
             tokens=self.tokens,
         )
-

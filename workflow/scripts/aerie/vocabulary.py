@@ -155,9 +155,7 @@ def load_map(folder: Path, target_vocab_size: int) -> VocabMap:
     except AerieError as error:
         raise AerieError(f"{folder}: {error}") from None
     if len(vocab_map.t2d) != target_vocab_size:
-        raise AerieError(
-            f"{folder}: the vocabulary map is for a target of {len(vocab_map.t2d)} ids, this target has {target_vocab_size}"
-        )
+        raise AerieError(f"{folder}: the vocabulary map is for a target of {len(vocab_map.t2d)} ids, this target has {target_vocab_size}")
     return vocab_map
 
 
