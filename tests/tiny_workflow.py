@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from conftest import ROOT
 
 CONFIG: dict[str, Any] = {

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from conftest import ROOT
 from tiny_workflow import Result, kill
 
@@ -22,7 +23,17 @@ def folder(tmp_path_factory):
 
 
 def start(folder, *arguments):
-    command = [str(Path(sys.executable).parent / "snakemake"), "-s", ROOT / "Snakefile", "-d", folder, "--cores", "all", "--resources", "gpu=8"]
+    command = [
+        str(Path(sys.executable).parent / "snakemake"),
+        "-s",
+        ROOT / "Snakefile",
+        "-d",
+        folder,
+        "--cores",
+        "all",
+        "--resources",
+        "gpu=8",
+    ]
     output = open(folder / "terminal.txt", "w")  # noqa: SIM115 - the process keeps it
     return subprocess.Popen([*command, *arguments], stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
 
@@ -43,12 +54,12 @@ def kill_when(folder, there):
 
 def test_killed_in_three_stages_the_demo_is_complete(folder):
     store = folder / "results/.store"
-    kill_when(folder, lambda: len(list(store.glob("regenerate_responses/*.partial/work/*.parquet"))) >= 2)
-    batches = len(list(store.glob("regenerate_responses/*.partial/work/*.parquet")))
+    kill_when(folder, lambda: len(list(store.glob("answers/*/*.parquet"))) >= 2)
+    batches = len(list(store.glob("answers/*/*.parquet")))
     kill_when(folder, lambda: len(list(store.glob("hidden_states/*/*.safetensors"))) >= 1)
     shards = {path.name for path in store.glob("hidden_states/*/*.safetensors")}
     assert shards and batches >= 2
-    kill_when(folder, lambda: any(store.glob("train_draft/*.partial/work/*checkpoint*")))
+    kill_when(folder, lambda: any(store.glob("train_draft/*.partial/work/checkpoints/*")))
     assert shards <= {path.name for path in store.glob("hidden_states/*/*.safetensors")}
     result = finish(folder)
     assert result.code == 0, result.text

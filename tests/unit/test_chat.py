@@ -3,10 +3,11 @@
 import json
 
 import pytest
+from transformers import AutoTokenizer
+
 from aerie.chat import Conversation, read_conversations, read_row, render
 from aerie.errors import AerieError
 from tiny_targets import make_tiny_llama
-from transformers import AutoTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -108,5 +109,5 @@ def test_files_name_the_line_of_an_error(tmp_path):
     with pytest.raises(AerieError, match="no such file"):
         list(read_conversations([tmp_path / "none.json"]))
     (tmp_path / "x.csv").write_text("a")
-    with pytest.raises(AerieError, match="expected .json"):
+    with pytest.raises(AerieError, match=r"expected \.json"):
         list(read_conversations([tmp_path / "x.csv"]))

@@ -5,6 +5,7 @@ import sys
 import textwrap
 
 import pytest
+
 from aerie.errors import AerieError, describe
 
 COMMAND = textwrap.dedent(

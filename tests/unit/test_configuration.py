@@ -5,16 +5,25 @@ from pathlib import Path
 
 import pytest
 import yaml
-from aerie.configuration import Plan, read_runs
-from aerie.errors import AerieError
-from conftest import ROOT
 from snakemake.exceptions import WorkflowError
 from snakemake.utils import validate
 
-STAGES = (
-    "convert_target fingerprint_target preflight_target regenerate_responses prepare_dataset extract_hidden_states map_vocabulary "
-    "train_draft evaluate_draft build_report"
-).split()
+from aerie.configuration import Plan, read_runs
+from aerie.errors import AerieError
+from conftest import ROOT
+
+STAGES = [
+    "convert_target",
+    "fingerprint_target",
+    "preflight_target",
+    "regenerate_responses",
+    "prepare_dataset",
+    "extract_hidden_states",
+    "map_vocabulary",
+    "train_draft",
+    "evaluate_draft",
+    "build_report",
+]
 
 
 def plan(tmp_path, rows="run\ttarget\tdataset\tdraft\na\tt\td\tbig\nb\tt\td\tsmall\n", has_gpu=False, **top):
@@ -85,7 +94,10 @@ def test_a_version_is_part_of_the_recipe(tmp_path):
         ("run\ttarget\tdataset\tdraft\n", "no run"),
         ("run\ttarget\tdataset\tdraft\na\tt\td\tbig\na\tt\td\tbig\n", r"runs\.tsv:3: run 'a' is there twice"),
         ("run\ttarget\tdataset\tdraft\n../a\tt\td\tbig\n", r"runs\.tsv:2: run '\.\./a'"),
-        ("run\ttarget\tdataset\tdraft\na\tnone\td\tbig\n", r"runs\.tsv:2: target 'none' is not in the configuration's targets \(there: t\)"),
+        (
+            "run\ttarget\tdataset\tdraft\na\tnone\td\tbig\n",
+            r"runs\.tsv:2: target 'none' is not in the configuration's targets \(there: t\)",
+        ),
         ("", "not a table"),
     ],
 )

@@ -6,6 +6,7 @@ import sys
 import textwrap
 
 import pytest
+
 from aerie.devices import lease
 from aerie.errors import AerieError
 

@@ -3,13 +3,14 @@
 import json
 import random
 
-import prepare_dataset
 import pytest
+from transformers import AutoTokenizer
+
+import prepare_dataset
 from aerie.chat import Conversation
 from aerie.errors import AerieError
 from aerie.samples import load_samples, samples_digest, write_samples
 from tiny_targets import make_tiny_llama
-from transformers import AutoTokenizer
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from aerie.errors import AerieError
 from aerie.keys import canonical_json, digest_of, sample_key
 from aerie.stage import Recipe, StageResult, read_manifest, run_stage
@@ -36,7 +37,7 @@ def test_keys_are_known_values():
 
 
 def test_computes_once_and_restores(tmp_path):
-    calls = []
+    calls: list[int] = []
     first = run_stage(RECIPE, 1, {"input": "d1"}, tmp_path / "a", tmp_path / "store", square(calls))
     again = run_stage(RECIPE, 1, {"input": "d1"}, tmp_path / "b", tmp_path / "store", square(calls))
     assert calls == [1]
@@ -46,7 +47,7 @@ def test_computes_once_and_restores(tmp_path):
     assert first["files"]["result.txt"] == {"sha256": hashlib.sha256(b"144").hexdigest(), "bytes": 3}
     assert {"stage", "key", "settings", "inputs", "files", "versions", "seconds", "digest", "figures"} <= set(first)
     # the copy is no hard link: Snakemake touches what it declares
-    assert os.stat(tmp_path / "b" / "result.txt").st_nlink == 1
+    assert (tmp_path / "b" / "result.txt").stat().st_nlink == 1
 
 
 @pytest.mark.parametrize(
@@ -54,14 +55,14 @@ def test_computes_once_and_restores(tmp_path):
     [(RECIPE, {"input": "d2"}), (Recipe("square", 1, {"number": 13}, {}), {"input": "d1"})],
 )
 def test_another_input_or_setting_is_another_key(tmp_path, recipe, inputs):
-    calls = []
+    calls: list[int] = []
     run_stage(RECIPE, 1, {"input": "d1"}, tmp_path / "a", tmp_path / "store", square(calls))
     run_stage(recipe, 1, inputs, tmp_path / "a", tmp_path / "store", square(calls))
     assert len(calls) == 2
 
 
 def test_runtime_is_in_no_key(tmp_path):
-    calls = []
+    calls: list[int] = []
     run_stage(RECIPE, 1, {}, tmp_path / "a", tmp_path / "store", square(calls))
     run_stage(Recipe("square", 1, {"number": 12}, {"workers": 8}), 1, {}, tmp_path / "a", tmp_path / "store", square(calls))
     assert calls == [1]

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from tiny_targets import make_tiny_llama
 from tiny_workflow import TinyWorkflow
 

@@ -6,11 +6,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from aerie.hidden_states import StatesIndex
 from aerie.samples import load_samples
 from tiny_targets import make_tiny_deepseek_v3
 from tiny_workflow import TinyWorkflow
-from transformers import AutoModelForCausalLM
 
 STAGES = [
     "build_report",

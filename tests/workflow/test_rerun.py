@@ -4,6 +4,7 @@ import shutil
 import time
 
 import pytest
+
 from tiny_workflow import kill
 
 RECIPE = {"write_recipe": 1, "all": 1}

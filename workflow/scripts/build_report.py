@@ -31,7 +31,7 @@ def main(args: argparse.Namespace) -> None:
     write_atomically(args.output, report.page(runs))
     if args.summary:
         write_atomically(args.summary, summary)
-    cli.say(summary)
+    print(summary)
 
 
 if __name__ == "__main__":

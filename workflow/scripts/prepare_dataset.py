@@ -45,7 +45,9 @@ def main(args: argparse.Namespace) -> None:
         stats = describe(kept, prepared)
         (out / "stats.json").write_text(json.dumps(stats, indent=1) + "\n")
         (out / "rejects.jsonl").write_text("".join(json.dumps(reject, ensure_ascii=True) + "\n" for reject in prepared.rejects))
-        cli.say(f"dataset: {stats['rows']:,} rows, {stats['samples']:,} samples, {stats['tokens']:,} tokens, {len(prepared.rejects):,} rejected")
+        cli.say(
+            f"dataset: {stats['rows']:,} rows, {stats['samples']:,} samples, {stats['tokens']:,} tokens, {len(prepared.rejects):,} rejected"
+        )
         figures = ("rows", "samples", "tokens", "supervised_tokens", "rejected")
         return StageResult(samples_digest(kept), {name: stats[name] for name in figures})
 
@@ -62,7 +64,9 @@ def source_digest(path: Path) -> str:
     return file_sha256(path)
 
 
-def prepare(conversations: Iterable[Conversation], tokenizer: Any, end_tokens: Sequence[int], max_length: int, validation_share: float) -> Prepared:
+def prepare(
+    conversations: Iterable[Conversation], tokenizer: Any, end_tokens: Sequence[int], max_length: int, validation_share: float
+) -> Prepared:
     """Renders, masks, truncates to `max_length` tokens, removes exact duplicates and splits.
 
     Validation is chosen by the hash of the first user message, so it is stable when data is added or regenerated.

@@ -49,10 +49,8 @@ Generate = Callable[[list[list[int]], int], list[Answer]]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = cli.stage_parser(__doc__)
-    parser.add_argument("--target", type=Path, required=True, help="the target's fingerprint.json")
+    parser = cli.engine_parser(__doc__)
     parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="conversations; their answers are not used")
-    parser.add_argument("--gpus", type=int, default=0, help="GPUs that Snakemake granted")
     return parser
 
 

@@ -79,7 +79,7 @@ def read_row(row: Any, source: str, line: int) -> Conversation:
         messages = json.loads(turns) if isinstance(turns, str) else turns
     elif "conversations" in row:
         messages = [
-            {"role": _ROLES.get(turn.get("from"), turn.get("from")), "content": turn.get("value")} if isinstance(turn, dict) else turn
+            {"role": _ROLES.get(str(turn.get("from")), turn.get("from")), "content": turn.get("value")} if isinstance(turn, dict) else turn
             for turn in row["conversations"] or []
         ]
     elif "instruction" in row:

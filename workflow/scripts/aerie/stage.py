@@ -90,7 +90,7 @@ def run_stage(
         with _locked(store / recipe.stage / f"{key}.lock", recipe.stage):
             if not (finished / "manifest.json").exists():
                 _compute(recipe, key, inputs, partial, compute, log)
-                os.replace(partial, finished)
+                partial.replace(finished)
                 sync_folder(finished.parent)
                 (store / recipe.stage / f"{key}.lock").unlink(missing_ok=True)
     else:
@@ -182,7 +182,7 @@ def _locked(path: Path, what: str) -> Iterator[None]:
             cli.say(f"{what}: another process is computing this; waiting for {path}")
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         # The holder before us may have removed the file: then our lock is on nothing, and we take a new one.
-        if path.exists() and os.path.samestat(os.fstat(descriptor), os.stat(path)):
+        if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
             break
         os.close(descriptor)
         if not path.parent.exists():
@@ -218,7 +218,7 @@ def write_atomically(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
+    temporary.replace(path)
     sync_folder(path.parent)
 
 
@@ -234,4 +234,3 @@ def sync_file(path: Path) -> None:
 def sync_folder(path: Path) -> None:
     """fsync of a folder, so that a rename in it lasts."""
     sync_file(path)
-
