@@ -96,3 +96,9 @@ def test_stats_add_up(tokenizer):
     assert stats["tokens"] == sum(len(sample.input_ids) for sample in found.samples)
     assert stats["rejected"] == {"no assistant turn with text": 1}
     json.dumps(stats)
+
+
+def test_golden(tokenizer):
+    """The same input gives the same samples for ever, or VERSION is raised (then record the new digest with it)."""
+    recorded = {1: "1014517878a16511ef04ba340e13baf92ce860a0133a8cf2e1f17ee533de8259"}
+    assert samples_digest(prepare(many(12), tokenizer).samples) == recorded[prepare_dataset.VERSION]

@@ -159,13 +159,28 @@ def locate(location: dict[str, str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     hub_id, revision = location["hub_id"], location["revision"]
-    try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(_PATTERNS), etag_timeout=10))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise AerieError(
-            f"target {hub_id} at revision {revision}: not in the hub's cache ({os.environ.get('HF_HOME', '~/.cache/huggingface')}), and "
-            "the hub could not be asked. Check the id, the revision and the network, or download it and set the target's path."
-        ) from error
+    cause: Exception | None = None
+    for local in (True, False):  # what is complete in the cache asks no network
+        try:
+            folder = Path(
+                snapshot_download(hub_id, revision=revision, allow_patterns=list(_PATTERNS), etag_timeout=10, local_files_only=local)
+            )
+            if is_complete(folder):  # without a network the hub's client returns even a download that was cut short
+                return folder
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+            cause = error
+    raise AerieError(
+        f"target {hub_id} at revision {revision}: not (or not wholly) in the hub's cache "
+        f"({os.environ.get('HF_HOME', '~/.cache/huggingface')}), and the hub could not be asked. Check the id, the revision and the "
+        "network, or download it and set the target's path."
+    ) from cause
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a folder has a configuration and every weight file that its index names (a download may have been cut short)."""
+    if not (folder / "config.json").exists() or not any(folder.glob("*.safetensors")):
+        return False
+    return all((folder / file).exists() for file in set(weight_map(folder).values()))
 
 
 def fingerprint(name: str, location: dict[str, str], trust_remote_code: bool, cache: Path) -> dict[str, Any]:
