@@ -78,7 +78,8 @@ def test_the_results_are_complete_and_consistent(finished):
     dataset = made.manifest("datasets", "tiny", "talk")
     states = made.manifest("hidden_states", "tiny", "talk", "default_float32")
     keys = {row["sample_key"] for row in load_samples(results / "datasets/tiny/talk")}
-    assert dataset["figures"]["rows"] == regenerated == 40 - made.manifest("regenerated", "tiny", "talk")["figures"]["dropped_total"]
+    figures = made.manifest("regenerated", "tiny", "talk")["figures"]
+    assert dataset["figures"]["rows"] == regenerated == figures["kept"] == 40 - sum(figures["dropped"].values())
     assert states["figures"]["samples"] == len(keys)
     d2t, t2d = np.load(results / "vocab_maps/a/d2t.npy"), np.load(results / "vocab_maps/a/t2d.npy")
     assert len(d2t) == t2d.sum() == 200 and (np.arange(200) + d2t == np.flatnonzero(t2d)).all()

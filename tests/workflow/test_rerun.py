@@ -40,8 +40,7 @@ def test_only_the_learning_rate(llama):
         (lambda config: config["drafts"]["eagle3"].update(vocab_size=150), {"map_vocabulary", "train_draft", "evaluate_draft"}),
         (
             lambda config: config["drafts"]["eagle3"].update(aux_layer_ids=[1, 3, 6]),
-            {"find_missing_states", "extract_hidden_states", "index_hidden_states", "preflight_target", "regenerate_responses"}
-            | {"prepare_dataset", "map_vocabulary", "train_draft", "evaluate_draft"},
+            {"preflight_target", "find_missing_states", "extract_hidden_states", "index_hidden_states", "train_draft", "evaluate_draft"},
         ),
         (
             lambda config: config["datasets"]["talk"].update(max_length=100),
@@ -83,7 +82,7 @@ def test_a_sample_more_extracts_one(llama):
         file.write('{"prompt": "And one more?", "response": "Yes."}\n')
     result = llama.run("results/hidden_states/tiny/talk/default_float32/manifest.json")
     assert result.code == 0, result.text
-    assert "find_missing_states: 1 of 41" in result.text
+    assert "40 of 41 samples are in the store" in result.text
     assert llama.manifest("hidden_states", "tiny", "talk", "default_float32")["figures"]["samples"] == first + 1 == 41
 
 
@@ -99,12 +98,12 @@ def test_after_a_kill_the_same_command_goes_on(llama):
     llama.config["drafts"]["eagle3"]["training"].update(epochs=6, seed=5)
     llama.write()
     process = llama.start()
-    work = llama.folder / "results/.store/train_draft"
-    wait_for(process, lambda: any(path.name == "work" and any(path.iterdir()) for path in work.glob("*.partial/work")))
+    store = llama.folder / "results/.store"
+    wait_for(process, lambda: any(store.glob("train_draft/*.partial/work/checkpoints/*")))
     kill(process)
     result = llama.run()
     assert result.code == 0, result.text
-    assert "resumed" in (llama.folder / "results/logs/train_draft/a.log").read_text()
+    assert "resumed at" in (llama.folder / "results/logs/train_draft/a.log").read_text()
     assert llama.manifest("drafts", "a")["settings"]["training"]["epochs"] == 6
     assert not llama.plan()
 
