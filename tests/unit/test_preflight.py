@@ -2,12 +2,13 @@
 
 import json
 
-import preflight_target
 import pytest
-from aerie.targets import Target
 from safetensors.torch import load_file, save_file
-from tiny_targets import make_tiny_deepseek_v3, make_tiny_llama
 from transformers import AutoTokenizer
+
+import preflight_target
+from aerie.targets import Target
+from tiny_targets import make_tiny_deepseek_v3, make_tiny_llama
 
 SETTINGS = {"engine": "vllm", "trust_remote_code": False, "aux_layer_ids": [None, [1, 3, 6]]}
 

@@ -6,9 +6,10 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from aerie.errors import AerieError
 from aerie.targets import Target, fingerprint, locate
-from safetensors.torch import load_file, save_file
 from tiny_targets import make_tiny_deepseek_v3, make_tiny_llama
 
 REVISION = "0" * 39 + "1"
@@ -101,7 +102,7 @@ def test_a_cached_hub_id_asks_no_network(llama, tmp_path, monkeypatch):
     assert found["digest"] == digest(llama, tmp_path / "cache2")
     assert not (tmp_path / "cache").exists()  # the blobs' names were the hashes
     (snapshot / "model.safetensors").unlink()  # a download cut short is not taken for the model
-    with pytest.raises(AerieError, match="acme/tiny at revision 0+1: not .or not wholly. in the hub's cache"):
+    with pytest.raises(AerieError, match=r"acme/tiny at revision 0+1: not .or not wholly. in the hub"):
         locate(location)
 
 
