@@ -71,7 +71,7 @@ class Job:
     @property
     def max_tokens(self) -> int:
         """The longest sample that the target takes."""
-        limits = [getattr(self.target.text_config, "max_position_embeddings", None), self.engine_options.get("max_model_len")]
+        limits = [self.target.max_positions, self.engine_options.get("max_model_len")]
         return min((int(limit) for limit in limits if limit), default=2**31)
 
     def capture(self) -> Capture:

@@ -178,8 +178,7 @@ def device_name(tensor_parallel: int) -> str:
 
 def length_limit(target: "Target", runtime: dict[str, Any]) -> int:
     """The most tokens of prompt and answer together: the model's positions, or engine_options' max_model_len if smaller."""
-    positions = getattr(target.text_config, "max_position_embeddings", None)
-    limits = [positions, (runtime.get("engine_options") or {}).get("max_model_len")]
+    limits = [target.max_positions, (runtime.get("engine_options") or {}).get("max_model_len")]
     return min((int(limit) for limit in limits if limit), default=2**31 - 1)
 
 

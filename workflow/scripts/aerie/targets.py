@@ -53,16 +53,31 @@ class Target:
 
     @property
     def num_layers(self) -> int:
-        return int(self.text_config.num_hidden_layers)
+        return int(self._setting("num_hidden_layers"))
 
     @property
     def hidden_size(self) -> int:
-        return int(self.text_config.hidden_size)
+        return int(self._setting("hidden_size"))
 
     @property
     def vocab_size(self) -> int:
         """Rows of the output head, padding rows included."""
-        return int(self.text_config.vocab_size)
+        return int(self._setting("vocab_size"))
+
+    @property
+    def max_positions(self) -> int | None:
+        """Tokens of the longest sequence that the model takes; None where its configuration sets no limit."""
+        found = self._setting("max_position_embeddings")
+        return int(found) if found else None
+
+    def _setting(self, name: str) -> Any:
+        """A setting of the language model: from config.json where it is there, else as transformers fills it in.
+
+        Reading the file spares cheap commands the import of transformers, which takes seconds.
+        """
+        stored = json.loads((self.folder / "config.json").read_text())
+        stored = stored.get("text_config", stored)
+        return stored[name] if name in stored else getattr(self.text_config, name, None)
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """The tokenizer, with its chat template."""
