@@ -14,7 +14,7 @@ run: env
 	$(BIN)/snakemake --cores all --resources gpu=8
 
 test: env
-	$(BIN)/python -m pytest tests -m "not long"
+	$(BIN)/python -m pytest tests -m "not long" -n 2 --dist loadgroup
 
 test-all: env
 	$(BIN)/python -m pytest tests
@@ -28,16 +28,18 @@ check: env
 
 env: .venv/installed-$(PLATFORM)
 
-.venv/installed-%: envs/%.txt
-	$(PYTHON) -m venv --clear .venv
-	$(BIN)/pip install --quiet uv==$(shell cat envs/uv-version)
+.venv/installed-%: envs/%.txt .venv/bin/uv
 	$(if $(filter cpu,$*),UV_FIND_LINKS="$(LINKS)" $(UV) || $(UV) --torch-backend cpu,$(UV))
 	touch $@
 
-# Resolves envs/*.in into the locks. The hash of PyTorch's CPU build is left out: each index builds its own file name.
-lock: env
+.venv/bin/uv: envs/uv-version
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/pip install --quiet uv==$(shell cat envs/uv-version)
+
+# Resolves envs/*.in into the locks. PyTorch's CPU build has no hash there: other Pythons' files are not in this machine's reach.
+lock: .venv/bin/uv
 	UV_FIND_LINKS="$(LINKS)" $(BIN)/$(COMPILE) envs/cpu.in -o envs/cpu.txt
-	sed -i '/^torch==/,/^[a-z]/{/--hash/d;s/ \\$$//}' envs/cpu.txt
+	sed -i -e '/^torch==/,/^[a-z]/{/--hash/d}' -e '/^torch==/s/ .*//' envs/cpu.txt
 	$(BIN)/$(COMPILE) envs/cuda.in -o envs/cuda.txt
 
 clean:

@@ -9,4 +9,6 @@ SCRIPTS = ROOT / "workflow" / "scripts"
 sys.path[:0] = [str(SCRIPTS), str(Path(__file__).parent)]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(SCRIPTS), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Tests run side by side, and tiny models gain nothing from threads.
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
