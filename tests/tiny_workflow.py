@@ -48,25 +48,11 @@ class TinyWorkflow:
         """Writes the configuration as it now is."""
         (self.folder / "config/config.yaml").write_text(yaml.safe_dump(self.config))
 
-    def command(self, *arguments: str) -> list[str]:
-        snakemake = str(Path(sys.executable).parent / "snakemake")
-        return [snakemake, "-s", str(ROOT / "Snakefile"), "-d", str(self.folder), "--cores", "2", "--resources", "gpu=8", *arguments]
-
-    def start(self, *arguments: str) -> "subprocess.Popen[str]":
-        """Starts Snakemake in a process group of its own."""
-        output = open(self.folder / "terminal.txt", "w")  # noqa: SIM115 - the process keeps it
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(
-            self.command(*arguments), stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=environment
-        )
+    def start(self, *arguments: str) -> "subprocess.Popen[bytes]":
+        return start(self.folder, *arguments)
 
     def run(self, *arguments: str) -> "Result":
-        process = self.start(*arguments)
-        try:
-            code = process.wait(600)
-        finally:
-            kill(process)
-        return Result(code, (self.folder / "terminal.txt").read_text())
+        return run(self.folder, *arguments)
 
     def plan(self, *arguments: str) -> Counter[str]:
         """Rules that a dry run names, with the number of their jobs."""
@@ -88,7 +74,25 @@ class Result:
         self.restored = Counter(re.findall(r"^(\w+): found in the store", text, re.MULTILINE))
 
 
-def kill(process: "subprocess.Popen[str]") -> None:
+def start(folder: Path, *arguments: str) -> "subprocess.Popen[bytes]":
+    """Starts Snakemake on this checkout's workflow in `folder`, in a process group of its own; its output goes to terminal.txt."""
+    snakemake = str(Path(sys.executable).parent / "snakemake")
+    command = [snakemake, "-s", str(ROOT / "Snakefile"), "-d", str(folder), "--cores", "all", "--resources", "gpu=8", *arguments]
+    with open(folder / "terminal.txt", "w") as output:
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def run(folder: Path, *arguments: str) -> Result:
+    """Runs Snakemake to its end."""
+    process = start(folder, *arguments)
+    try:
+        code = process.wait()
+    finally:
+        kill(process)
+    return Result(code, (folder / "terminal.txt").read_text())
+
+
+def kill(process: "subprocess.Popen[bytes]") -> None:
     """kill -9 of the whole process group."""
     try:
         os.killpg(process.pid, signal.SIGKILL)

@@ -2,15 +2,12 @@
 
 import json
 import re
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from conftest import ROOT
-from tiny_workflow import Result, kill
+from tiny_workflow import kill, run, start
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
@@ -20,27 +17,6 @@ def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("demo")
     (made / "config").symlink_to(ROOT / "config")
     return made
-
-
-def start(folder, *arguments):
-    command = [
-        str(Path(sys.executable).parent / "snakemake"),
-        "-s",
-        ROOT / "Snakefile",
-        "-d",
-        folder,
-        "--cores",
-        "all",
-        "--resources",
-        "gpu=8",
-    ]
-    output = open(folder / "terminal.txt", "w")  # noqa: SIM115 - the process keeps it
-    return subprocess.Popen([*command, *arguments], stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-
-
-def finish(folder, *arguments):
-    code = start(folder, *arguments).wait()
-    return Result(code, (folder / "terminal.txt").read_text())
 
 
 def kill_when(folder, there):
@@ -61,7 +37,7 @@ def test_killed_in_three_stages_the_demo_is_complete(folder):
     assert shards and batches >= 2
     kill_when(folder, lambda: any(store.glob("train_draft/*.partial/work/checkpoints/*")))
     assert shards <= {path.name for path in store.glob("hidden_states/*/*.safetensors")}
-    result = finish(folder)
+    result = run(folder)
     assert result.code == 0, result.text
     assert not result.rules["regenerate_responses"] and not result.rules["extract_hidden_states"]
     assert re.search("resumed at", (folder / "results/logs/train_draft/demo.log").read_text())
@@ -79,17 +55,17 @@ def test_the_draft_is_good(folder):
 
 def test_a_second_run_has_nothing_to_do(folder):
     began = time.monotonic()
-    result = finish(folder)
+    result = run(folder)
     assert result.code == 0 and "Nothing to be done" in result.text and time.monotonic() - began < 10
 
 
 def test_a_learning_rate_is_trained_and_its_old_value_restored(folder):
     before = (folder / "results/drafts/demo/manifest.json").read_bytes()
     change = ("--config", "drafts={eagle3: {training: {learning_rate: 0.002}}}")
-    planned = finish(folder, "-n", *change).rules
+    planned = run(folder, "-n", *change).rules
     assert planned == {"train_draft": 1, "evaluate_draft": 1, "build_report": 1, "write_recipe": 1, "all": 1}
     # as if it had been trained: only the recipe is written, then the setting is changed back
-    assert finish(folder, "--until", "write_recipe", *change).code == 0
-    result = finish(folder)
+    assert run(folder, "--until", "write_recipe", *change).code == 0
+    result = run(folder)
     assert result.code == 0 and result.restored == {"train_draft": 1, "evaluate_draft": 1}, result.text
     assert (folder / "results/drafts/demo/manifest.json").read_bytes() == before

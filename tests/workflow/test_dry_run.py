@@ -1,34 +1,17 @@
 """Dry runs of the demo and of every preset; nothing is resolved, fetched or loaded while parsing."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from conftest import ROOT
-from tiny_workflow import Result
+from tiny_workflow import run
 
 PRESETS = sorted(path.stem for path in (ROOT / "config/presets").glob("*.yaml"))
 
 
 def snakemake(folder, *arguments):
-    """Snakemake in a copy of the configuration, so that what was run in this checkout does not matter."""
+    """Snakemake beside a copy of the configuration, so that what was run in this checkout does not matter."""
     (folder / "config").symlink_to(ROOT / "config")
-    command = [
-        str(Path(sys.executable).parent / "snakemake"),
-        "-s",
-        ROOT / "Snakefile",
-        "-d",
-        folder,
-        "--cores",
-        "2",
-        "--resources",
-        "gpu=8",
-    ]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=os.environ | {"HTTPS_PROXY": "http://127.0.0.1:9"})
-    return Result(done.returncode, done.stdout + done.stderr)
+    return run(folder, *arguments)
 
 
 def test_the_demo_plans_every_stage(tmp_path):

@@ -42,9 +42,9 @@ def main(args: argparse.Namespace) -> None:
     if wanted:
         with store.locked(bucket_of(key) for key in wanted):
             # Another process may have extracted some since the table was made.
-            todo = wanted - set(store.known()["sample_key"])
-            if todo:
-                samples = samples_of(args.dataset, todo)
+            lacking = wanted - set(store.known()["sample_key"])
+            if lacking:
+                samples = samples_of(args.dataset, lacking)
                 check_disk(job, samples, args.store)
                 store.remove_stale()
                 with lease(recipe.runtime.get("gpus", 0), args.gpus):
