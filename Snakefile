@@ -3,7 +3,10 @@ from snakemake.utils import min_version
 min_version("9.0")
 
 
-configfile: "config/config.yaml"
+# Given with --configfile, a configuration stands for itself: the demo's is not mixed into it.
+if "runs" not in config:
+
+    configfile: "config/config.yaml"
 
 
 include: "workflow/rules/common.smk"

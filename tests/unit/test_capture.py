@@ -182,8 +182,14 @@ class Workplace:
         recipe = {
             "stage": "extract_hidden_states",
             "version": 1,
-            "settings": {"aux_layer_ids": None, "stored_dtype": "float32", "compute_dtype": "float32", "engine": engine},
-            "runtime": {"device": "cpu", "engine_options": {}, "shard_bytes": 100_000, **runtime},
+            "settings": {
+                "aux_layer_ids": None,
+                "stored_dtype": "float32",
+                "compute_dtype": "float32",
+                "engine": engine,
+                "value_options": {},
+            },
+            "runtime": {"device": "cpu", "gpus": 0, "engine_options": {}, "shard_bytes": 100_000, **runtime},
         }
         (root / "recipe.json").write_text(json.dumps(recipe))
         (root / "dataset").mkdir()

@@ -60,6 +60,22 @@ def test_a_template_that_rewrites_history_gives_a_row_a_turn(tokenizer, tmp_path
     assert "Hello" not in other.decode(rows[1].input_ids)
 
 
+def test_a_tokenizer_without_offsets_gives_the_same_masks(tokenizer):
+    """As tokenizers written in Python do, Kimi's among them."""
+
+    class WithoutOffsets:
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
+
+        def __call__(self, text, **options):
+            options.pop("return_offsets_mapping", None)
+            return tokenizer(text, **options)
+
+    talk = conversation(("user", "Hi"), ("assistant", "Hello you"), ("user", "More"), ("assistant", "No"))
+    ends = [tokenizer.eos_token_id]
+    assert render(talk, WithoutOffsets(), ends) == render(talk, tokenizer, ends)
+
+
 def test_prompts_alone_give_no_row(tokenizer):
     assert render(conversation(("user", "Hi")), tokenizer, [3]) == []
 
@@ -92,6 +108,10 @@ def test_shapes(row, expected):
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "not valid Unicode"),
         ({"conversations": [{"from": "gpt", "value": "a"}]}, "no user message"),
         ({"messages": ["a"]}, "message 1 is a str"),
+        ({"messages": "hello"}, "a value of the wrong kind"),
+        ({"turns": None}, "a value of the wrong kind"),
+        ({"conversations": 5}, "a value of the wrong kind"),
+        ({"instruction": ["a"]}, "a value of the wrong kind"),
     ],
 )
 def test_bad_rows_have_a_reason(row, reason):

@@ -63,5 +63,4 @@ def test_a_user_error_is_short(tmp_path):
 
 @pytest.mark.parametrize("error", [KeyError(), Exception(""), Exception("  "), AerieError(), SystemExit(3)])
 def test_a_description_is_never_empty(error):
-    assert type(error).__name__ in describe(error) or describe(error).strip()
-    assert describe(error).strip()
+    assert type(error).__name__ in describe(error)

@@ -23,6 +23,7 @@ STAGES = [
     "train_draft",
     "evaluate_draft",
     "build_report",
+    "fetch_package_file",
 ]
 
 
@@ -73,6 +74,22 @@ def test_a_recipe_changes_with_its_own_settings_only(tmp_path):
     before = plan(tmp_path).recipes
     after = plan(tmp_path, drafts={"big": {"vocab_size": 64000, "training": {"learning_rate": 0.5}}, "small": {"aux_layer_ids": [1, 5, 9]}})
     assert [name for name in before if before[name] != after.recipes[name]] == [("train_draft", "a")]
+
+
+def test_a_preset_is_complete_and_takes_nothing_from_the_demo():
+    for path in sorted((ROOT / "config/presets").glob("*.yaml")):
+        config = yaml.safe_load(path.read_text())
+        validate(config, schema=str(ROOT / "workflow/schemas/config.schema.yaml"))
+        config["runs"] = str(ROOT / config["runs"])
+        [run] = Plan(config, dict.fromkeys(STAGES, 1), True).runs.values()
+        assert config["evaluation"]["batch_size"] == 16 and config["targets"][run.target]["tensor_parallel"] in (1, 8)
+
+
+def test_options_that_change_the_computation_are_in_the_recipes(tmp_path):
+    fp8 = {"t": {"hub_id": "a/b", "revision": "0" * 40, "engine_options": {"quantization": "fp8", "gpu_memory_utilization": 0.8}}}
+    made = plan(tmp_path, targets=fp8)
+    for stage, name in (("extract_hidden_states", "t/d/default_bfloat16"), ("regenerate_responses", "t/d"), ("evaluate_draft", "a")):
+        assert settings(made, stage, name)["value_options"] == {"quantization": "fp8"}
 
 
 def test_auto_follows_the_machine(tmp_path):

@@ -20,7 +20,7 @@ from aerie.keys import digest_of, file_sha256
 
 SCRIPTS = Path(__file__).parents[2] / "workflow" / "scripts"
 SETTINGS = {"num_draft_tokens": 3, "max_new_tokens": 24, "max_prompts": None, "batch_size": 4, "dtype": "float32"}
-RUNTIME = {"device": "cpu", "tensor_parallel": 1, "engine_options": {"enforce_eager": True, "kv_cache_memory_bytes": 2**26}}
+RUNTIME = {"device": "cpu", "gpus": 0, "tensor_parallel": 1, "engine_options": {"enforce_eager": True, "kv_cache_memory_bytes": 2**26}}
 
 
 def half(role, ids, seconds=2.0, counters=None):
@@ -214,7 +214,7 @@ def test_finished_halves_are_used_again(served):
     key = digest_of({"stage": "evaluate_draft", "version": 1, "settings": SETTINGS, "inputs": inputs})
     work = folder / "store" / "evaluate_draft" / f"{key}.partial" / "work"
     work.mkdir(parents=True)
-    (work / "draft.json").write_text(json.dumps(half_made | {"role": "draft", "counters": counters}))
+    (work / f"draft-{baseline.stem[:16]}.json").write_text(json.dumps(half_made | {"role": "draft", "counters": counters}))
     done = run(folder, "other")
     assert done.returncode == 0, done.stderr
     assert "found the answers without a draft" in done.stderr

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 import prepare_dataset
 from aerie.chat import Conversation
-from aerie.errors import AerieError
+from aerie.errors import AerieError, Terminated
 from aerie.samples import load_samples, samples_digest, write_samples
 from tiny_targets import make_tiny_llama
 
@@ -96,6 +96,15 @@ def test_stats_add_up(tokenizer):
     assert stats["tokens"] == sum(len(sample.input_ids) for sample in found.samples)
     assert stats["rejected"] == {"no assistant turn with text": 1}
     json.dumps(stats)
+
+
+def test_the_end_of_the_job_is_no_rejected_row(tokenizer, monkeypatch):
+    def ended(*_):
+        raise Terminated("ended by SIGTERM")
+
+    monkeypatch.setattr(prepare_dataset, "render", ended)
+    with pytest.raises(Terminated):
+        prepare(many(3), tokenizer)
 
 
 def test_golden(tokenizer):

@@ -92,6 +92,18 @@ def test_a_failed_attempt_keeps_its_work_and_its_log(tmp_path):
     assert set(run_stage(RECIPE, 1, {}, tmp_path / "a", tmp_path / "store", go_on)["files"]) == {"result.txt"}
 
 
+def test_a_kill_after_the_manifest_loses_nothing(tmp_path, monkeypatch):
+    """The last steps of an attempt (removing its work, renaming it) are all that a later attempt has to do."""
+    calls: list[int] = []
+    monkeypatch.setattr("aerie.stage.sync_folder", lambda path: 1 / 0 if path.name == "square" else None)
+    monkeypatch.setattr(Path, "replace", lambda self, other: 1 / 0 if self.suffix == ".partial" else Path.rename(self, other))
+    with pytest.raises(ZeroDivisionError):
+        run_stage(RECIPE, 1, {}, tmp_path / "a", tmp_path / "store", square(calls))
+    monkeypatch.undo()
+    run_stage(RECIPE, 1, {}, tmp_path / "a", tmp_path / "store", square(calls))
+    assert calls == [1] and (tmp_path / "a" / "result.txt").read_text() == "144"
+
+
 def test_a_recipe_of_another_version_is_refused(tmp_path):
     with pytest.raises(AerieError, match="version 1 of square, this is version 2"):
         run_stage(RECIPE, 2, {}, tmp_path / "a", tmp_path / "store", square([]))

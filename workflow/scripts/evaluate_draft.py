@@ -26,7 +26,7 @@ from aerie.devices import lease
 from aerie.errors import AerieError
 from aerie.evaluation import EvaluationPrompt, Half
 from aerie.keys import digest_of, file_sha256
-from aerie.stage import Recipe, StageResult, read_manifest, run_stage, versions, write_atomically
+from aerie.stage import Recipe, StageResult, locked, read_manifest, run_stage, versions, write_atomically
 from aerie.targets import Target
 
 VERSION = 1
@@ -49,9 +49,16 @@ def main(args: argparse.Namespace) -> None:
     inputs = {"target": target.digest, "draft": read_manifest(args.draft)["digest"], "prompts": file_sha256(args.prompts)}
 
     def compute(work: Path, out: Path) -> StageResult:
+        check_draft(args.draft)
         # The children inherit the lease with the environment; this process touches no GPU.
-        with lease(recipe.runtime.get("gpus", 0), args.gpus):
-            return evaluate(args, recipe, target, inputs["prompts"], work, out)
+        key = baseline_key(recipe, target, inputs["prompts"])
+        baseline = args.store / "baselines" / f"{key}.json"
+        if not baseline.exists():
+            with locked(baseline.with_suffix(".lock"), "baseline"), lease(recipe.runtime["gpus"], args.gpus):
+                half_of("baseline", baseline, args)
+        with lease(recipe.runtime["gpus"], args.gpus):
+            # Named by the key, so that a half measured on another device is not taken up.
+            return evaluate(args, recipe, target, baseline, work / f"draft-{key[:16]}.json", out)
 
     manifest = run_stage(recipe, VERSION, inputs, args.output, args.store, compute, args.log)
     found = manifest["figures"]
@@ -63,13 +70,10 @@ def main(args: argparse.Namespace) -> None:
     )
 
 
-def evaluate(args: argparse.Namespace, recipe: Recipe, target: Target, prompts_digest: str, work: Path, out: Path) -> StageResult:
-    """Runs the halves that are not there yet, compares them and writes the stage's files."""
-    check_draft(args.draft)
-    baseline_path = args.store / "baselines" / f"{baseline_key(recipe, target, prompts_digest)}.json"
-    baseline_path.parent.mkdir(parents=True, exist_ok=True)
+def evaluate(args: argparse.Namespace, recipe: Recipe, target: Target, baseline_path: Path, draft_path: Path, out: Path) -> StageResult:
+    """Runs the draft's half if it is not there yet, compares the halves and writes the stage's files."""
     baseline = half_of("baseline", baseline_path, args)
-    draft = half_of("draft", work / "draft.json", args)
+    draft = half_of("draft", draft_path, args)
     tokenizer = target.tokenizer()
     prompts = prompts_of(args.prompts, tokenizer, recipe.settings)
     if not len(prompts) == len(baseline.token_ids) == len(draft.token_ids):

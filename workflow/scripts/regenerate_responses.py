@@ -43,7 +43,7 @@ from aerie.targets import Target
 VERSION = 1
 
 # What an answer depends on; the other settings only choose among prompts and answers.
-ANSWER_SETTINGS = ("max_new_tokens", "temperature", "top_p", "seed", "dtype")
+ANSWER_SETTINGS = ("max_new_tokens", "temperature", "top_p", "seed", "dtype", "value_options")
 
 Generate = Callable[[list[list[int]], int], list[Answer]]
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,24 +75,32 @@ def read_row(row: Any, source: str, line: int) -> Conversation:
     if not isinstance(row, dict):
         return Conversation(source, line, [], f"row is a {type(row).__name__}, expected an object")
     cut = row.get("finish_reason") == "length"
+    try:
+        messages = _messages(row)
+    except (ValueError, TypeError, AttributeError) as error:
+        return Conversation(source, line, [], f"a value of the wrong kind ({type(error).__name__}: {error})")
+    if messages is None:
+        return Conversation(source, line, [], f"unknown shape with keys {', '.join(sorted(map(str, row)))}")
+    return Conversation(source, line, messages, _problem(messages), cut)
+
+
+def _messages(row: dict[str, Any]) -> Any:
+    """The row's messages, whatever its shape; None for a shape that is not known."""
     if "messages" in row:
         turns = row["messages"]
-        messages = json.loads(turns) if isinstance(turns, str) else turns
-    elif "conversations" in row:
-        messages = [
+        return json.loads(turns) if isinstance(turns, str) else turns
+    if "conversations" in row:
+        return [
             {"role": _ROLES.get(str(turn.get("from")), turn.get("from")), "content": turn.get("value")} if isinstance(turn, dict) else turn
             for turn in row["conversations"] or []
         ]
-    elif "instruction" in row:
-        prompt = "\n".join(text for text in (row["instruction"], row.get("input")) if text)
-        messages = _pair(prompt, row.get("output"))
-    elif "prompt" in row:
-        messages = _pair(row["prompt"], row.get("response"))
-    elif "turns" in row:
-        messages = [{"role": "user", "content": turn} for turn in row["turns"][:1]]
-    else:
-        return Conversation(source, line, [], f"unknown shape with keys {', '.join(sorted(map(str, row)))}")
-    return Conversation(source, line, messages, _problem(messages), cut)
+    if "instruction" in row:
+        return _pair("\n".join(text for text in (row["instruction"], row.get("input")) if text), row.get("output"))
+    if "prompt" in row:
+        return _pair(row["prompt"], row.get("response"))
+    if "turns" in row:
+        return [{"role": "user", "content": turn} for turn in row["turns"][:1]]
+    return None
 
 
 def _pair(prompt: Any, response: Any) -> list[Message]:
@@ -155,8 +164,7 @@ def _apply(tokenizer: "PreTrainedTokenizerBase", messages: list[Message], add_ge
 
 
 def _masked(text: str, spans: list[tuple[int, int]], cut: bool, tokenizer: "PreTrainedTokenizerBase", ends: frozenset[int]) -> Rendered:
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+    ids, offsets = _tokens(text, spans, tokenizer)
     mask = [0] * len(ids)
     for start, stop in spans:
         inside = [position for position, (begin, end) in enumerate(offsets) if begin >= start and end <= stop and end > begin]
@@ -171,3 +179,20 @@ def _masked(text: str, spans: list[tuple[int, int]], cut: bool, tokenizer: "PreT
             length -= 1
         ids, mask = ids[:length], mask[:length]
     return Rendered(ids, mask)
+
+
+def _tokens(text: str, spans: list[tuple[int, int]], tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids of the text, and where each lies in it as (begin, end); in pieces between the spans' ends for a tokenizer
+    written in Python (Kimi's), which gives no offsets."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    if "offset_mapping" in encoded:
+        return list(encoded["input_ids"]), list(encoded["offset_mapping"])
+    ids: list[int] = []
+    offsets: list[tuple[int, int]] = []
+    for begin, end in pairwise(sorted({0, len(text), *(edge for span in spans for edge in span)})):
+        piece = tokenizer(text[begin:end], add_special_tokens=False)["input_ids"]
+        ids += piece
+        offsets += [(begin, end)] * len(piece)
+    if ids != encoded["input_ids"]:
+        raise AerieError("a turn does not begin or end at a token, so its tokens cannot be told apart")
+    return ids, offsets

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from .errors import AerieError, describe
+from .errors import AerieError, Terminated, describe
 
 _LAST_LINES = 15
 _LINE_WIDTH = 240
@@ -91,7 +91,7 @@ def run(main: Callable[[argparse.Namespace], None], made: argparse.ArgumentParse
 
 
 def _raise_terminated(signum: int, frame: object) -> NoReturn:
-    raise AerieError(f"ended by {signal.Signals(signum).name}; finished work is kept, the same command goes on")
+    raise Terminated(f"ended by {signal.Signals(signum).name}; finished work is kept, the same command goes on")
 
 
 def _report(error: BaseException, command: str, log: Path | None) -> None:
@@ -99,7 +99,7 @@ def _report(error: BaseException, command: str, log: Path | None) -> None:
     stream = terminal()
     tail: list[str] = []
     if log:
-        if not isinstance(error, AerieError) or error.__cause__:
+        if not isinstance(error, AerieError | Terminated) or error.__cause__:
             with open(log, "rb") as file:
                 file.seek(max(0, log.stat().st_size - 20_000))
                 tail = file.read().decode("utf-8", "replace").splitlines()[-_LAST_LINES:]

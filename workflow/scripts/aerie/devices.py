@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from . import cli
@@ -65,7 +65,9 @@ def gpu_uuids() -> dict[str, str]:
 
 def _take(pool: dict[str, str], needed: int, locks: Path) -> dict[str, int]:
     """Locks `needed` of the pool, or waits holding none; {name: descriptor}, inherited by child processes."""
-    locks.mkdir(mode=0o777, parents=True, exist_ok=True)
+    locks.mkdir(parents=True, exist_ok=True)
+    with suppress(PermissionError):  # another user's folder, which that user has opened to all
+        locks.chmod(0o777)
     waiting = False
     while True:
         held: dict[str, int] = {}
@@ -73,6 +75,8 @@ def _take(pool: dict[str, str], needed: int, locks: Path) -> dict[str, int]:
             if len(held) == needed:
                 break
             descriptor = os.open(locks / uuid, os.O_RDWR | os.O_CREAT, 0o666)
+            with suppress(PermissionError):
+                os.fchmod(descriptor, 0o666)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

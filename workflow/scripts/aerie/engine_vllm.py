@@ -7,7 +7,7 @@ import os
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from .errors import AerieError, describe
+from .errors import AerieError, Terminated, describe
 from .extraction import Failure, Job, Outcome, SampleSet
 from .hidden_states import HiddenStateStore
 from .progress import Progress
@@ -111,7 +111,7 @@ def _run(llm: "LLM", samples: SampleSet, outcome: Outcome) -> None:
             if broken:
                 cause = f"not tried: extraction stopped after another sample failed ({broken.cause.splitlines()[0]})"
                 break
-    except AerieError:  # ended by a signal: keep what there is
+    except (AerieError, Terminated):  # keep what there is
         _account(llm, outcome, flush=True)
         raise
     except Exception as error:  # noqa: BLE001 - goes into the account

@@ -7,6 +7,10 @@ class AerieError(Exception):
     """Something the user can mend: the message says what was found, what was expected and what to do."""
 
 
+class Terminated(BaseException):
+    """The job was told to end (SIGTERM). No `except Exception` takes it for a fault of the row or the layer at hand."""
+
+
 def describe(error: BaseException) -> str:
     """One paragraph for a person: type, message (the repr when it is empty), where it was raised, and its causes.
 
@@ -19,7 +23,7 @@ def describe(error: BaseException) -> str:
         seen.add(id(current))
         kind = type(current).__name__
         text = str(current).strip() or f"(no message; {current!r})"
-        if isinstance(current, AerieError):
+        if isinstance(current, AerieError | Terminated):
             lines.append(text)
         else:
             frames = traceback.extract_tb(current.__traceback__)

@@ -37,6 +37,7 @@ class Job:
     device: str = "auto"
     tensor_parallel: int = 1
     engine_options: dict[str, Any] = field(default_factory=dict)
+    value_options: dict[str, Any] = field(default_factory=dict)
     shard_bytes: int = SHARD_BYTES
 
     def __post_init__(self) -> None:
@@ -52,21 +53,25 @@ class Job:
         if recipe.version != VERSION:
             raise AerieError(f"the recipe is for version {recipe.version} of {recipe.stage}, this is version {VERSION}: run snakemake")
         settings, runtime = recipe.settings, recipe.runtime
+        options = runtime["engine_options"]
+        if settings["engine"] == "transformers":  # the other options are for vLLM, which still answers and evaluates
+            options = {name: value for name, value in options.items() if name in ("batch_tokens", "max_model_len")}
         return cls(
             target=target,
             layer_ids=(*target.aux_layer_ids(settings["aux_layer_ids"]), target.num_layers),
             stored_dtype=settings["stored_dtype"],
             compute_dtype=settings["compute_dtype"],
             engine=settings["engine"],
+            value_options=settings["value_options"],
             device=runtime.get("device", "auto"),
             tensor_parallel=runtime.get("tensor_parallel", 1),
-            engine_options=runtime.get("engine_options") or {},
+            engine_options=options,
             shard_bytes=runtime.get("shard_bytes", SHARD_BYTES),
         )
 
     @property
     def capture_key(self) -> str:
-        return capture_key(self.target.digest, self.layer_ids, self.stored_dtype, self.compute_dtype, self.engine)
+        return capture_key(self.target.digest, self.layer_ids, self.stored_dtype, self.compute_dtype, self.engine, self.value_options)
 
     @property
     def max_tokens(self) -> int:

@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -48,10 +48,18 @@ _STALE_SECONDS = 60
 _REMEDY = "Delete this shard and run `snakemake --forcerun find_missing_states`; only its samples are extracted anew."
 
 
-def capture_key(fingerprint: str, layer_ids: Iterable[int], stored_dtype: str, compute_dtype: str, engine_family: str) -> str:
+def capture_key(
+    fingerprint: str,
+    layer_ids: Iterable[int],
+    stored_dtype: str,
+    compute_dtype: str,
+    engine_family: str,
+    value_options: Mapping[str, Any] | None = None,
+) -> str:
     """Key of everything that decides a sample's states, apart from its tokens.
 
-    engine_family: "vllm" or "transformers"; its version and options are only recorded in the shards.
+    engine_family: "vllm" or "transformers"; its version and its other options are only recorded in the shards.
+    value_options: engine options that change what is computed, such as a quantization.
     """
     return digest_of(
         {
@@ -61,6 +69,7 @@ def capture_key(fingerprint: str, layer_ids: Iterable[int], stored_dtype: str, c
             "stored_dtype": stored_dtype,
             "compute_dtype": compute_dtype,
             "engine": engine_family,
+            "value_options": dict(value_options or {}),
         }
     )
 

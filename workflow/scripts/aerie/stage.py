@@ -87,9 +87,12 @@ def run_stage(
     finished = store / recipe.stage / key
     if not (finished / "manifest.json").exists():
         partial = finished.with_name(key + ".partial")
-        with _locked(store / recipe.stage / f"{key}.lock", recipe.stage):
+        with locked(store / recipe.stage / f"{key}.lock", recipe.stage):
             if not (finished / "manifest.json").exists():
-                _compute(recipe, key, inputs, partial, compute, log)
+                if not (partial / "manifest.json").exists():  # else only the last steps are missing
+                    _compute(recipe, key, inputs, partial, compute, log)
+                for name in ("work", "attempts"):
+                    shutil.rmtree(partial / name, ignore_errors=True)
                 partial.replace(finished)
                 sync_folder(finished.parent)
                 (store / recipe.stage / f"{key}.lock").unlink(missing_ok=True)
@@ -108,7 +111,7 @@ def _compute(
     for folder in (work, out, partial / "attempts"):
         folder.mkdir(parents=True, exist_ok=True)
     started = time.time()
-    with _kept_log(log, partial / "attempts" / time.strftime("%Y%m%dT%H%M%S.log", time.gmtime(started))):
+    with kept_log(log, partial / "attempts" / time.strftime("%Y%m%dT%H%M%S.log", time.gmtime(started))):
         result = compute(work, out)
     paths = sorted(path for path in out.rglob("*") if path.is_file())
     files = {str(p.relative_to(out)): {"sha256": file_sha256(p), "bytes": p.stat().st_size} for p in paths}
@@ -129,8 +132,6 @@ def _compute(
     }
     for path in paths:
         sync_file(path)
-    shutil.rmtree(work)
-    shutil.rmtree(partial / "attempts")
     write_atomically(partial / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True) + "\n")
 
 
@@ -171,7 +172,7 @@ def _restore(finished: Path, output: Path, manifest: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _locked(path: Path, what: str) -> Iterator[None]:
+def locked(path: Path, what: str) -> Iterator[None]:
     """Holds an exclusive lock; children inherit its descriptor, so it lasts until the last of them is gone."""
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
@@ -195,8 +196,9 @@ def _locked(path: Path, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _kept_log(log: Path | None, copy: Path) -> Iterator[None]:
+def kept_log(log: Path | None, copy: Path) -> Iterator[None]:
     """Keeps this attempt's log beside the partial work: Snakemake deletes the declared one before the next attempt."""
+    copy.parent.mkdir(parents=True, exist_ok=True)
     linked = False
     if log is not None and log.exists():
         try:

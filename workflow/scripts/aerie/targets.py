@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 # What decides a target's behaviour: configuration, tokenizer, chat template, remote code and weights.
-_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.py")
+PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.py")
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def locate(location: dict[str, str]) -> Path:
     for local in (True, False):  # what is complete in the cache asks no network
         try:
             folder = Path(
-                snapshot_download(hub_id, revision=revision, allow_patterns=list(_PATTERNS), etag_timeout=10, local_files_only=local)
+                snapshot_download(hub_id, revision=revision, allow_patterns=list(PATTERNS), etag_timeout=10, local_files_only=local)
             )
             if is_complete(folder):  # without a network the hub's client returns even a download that was cut short
                 return folder
@@ -204,7 +204,7 @@ def fingerprint(name: str, location: dict[str, str], trust_remote_code: bool, ca
     cache: folder that keeps hashes by path, size, mtime, ctime and inode.
     """
     folder = locate(location)
-    paths = sorted({path for pattern in _PATTERNS for path in folder.glob(pattern)})
+    paths = sorted({path for pattern in PATTERNS for path in folder.glob(pattern)})
     files = {path.name: {"sha256": _content_hash(path, cache), "bytes": path.stat().st_size} for path in paths}
     digest = digest_of({file: entry["sha256"] for file, entry in files.items()})
     return {"name": name, "digest": digest, "location": location, "trust_remote_code": trust_remote_code, "files": files}

@@ -273,6 +273,8 @@ class DraftTrainer(Trainer):
             if self.global_step % _LOGGED_STEPS == 0 or last:
                 self._log(epoch)
             if last or time.monotonic() - saved_at >= pause:
+                if not all(math.isfinite(float(metrics["loss"])) for metrics in self._window):
+                    self._log(epoch)  # raises: no checkpoint is to keep such weights
                 pause = max(self.checkpoint_seconds, self.save(epoch, epoch_step) / _CHECKPOINT_SHARE)
                 saved_at = time.monotonic()
 
