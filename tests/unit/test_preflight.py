@@ -37,6 +37,12 @@ def no_template(folder):
     tokenizer.save_pretrained(folder)
 
 
+def deaf_template(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{{ messages | length }} messages{% if add_generation_prompt %}, your turn{% endif %}"
+    tokenizer.save_pretrained(folder)
+
+
 def no_head(folder):
     stored = load_file(folder / "model.safetensors")
     del stored["lm_head.weight"]
@@ -53,6 +59,7 @@ def lost_shard(folder):
     ("fault", "check", "words"),
     [
         (no_template, "chat template", "has none"),
+        (deaf_template, "chat template", "no answer can be told apart"),
         (no_head, "weights", "no lm_head"),
         (lost_shard, "weights", "model-2.safetensors"),
         (lambda folder: edit_config(folder, architectures=["NobodyForCausalLM"]), "architecture", "NobodyForCausalLM is not known"),
@@ -60,7 +67,7 @@ def lost_shard(folder):
         (lambda folder: edit_config(folder, vocab_size=200), "vocabulary", "280 ids, the config's vocabulary 200"),
         (lambda folder: edit_config(folder, num_hidden_layers=6), "layer ids", "has 6 layers"),
     ],
-    ids=["template", "head", "shard", "architecture", "interface", "vocabulary", "layers"],
+    ids=["template", "deaf", "head", "shard", "architecture", "interface", "vocabulary", "layers"],
 )
 def test_a_fault_is_found_by_its_check(fault, check, words, tmp_path):
     folder = make_tiny_llama(tmp_path)

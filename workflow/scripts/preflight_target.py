@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from aerie import cli
+from aerie.chat import Conversation, render
 from aerie.errors import AerieError, describe
 from aerie.stage import Recipe, versions, write_atomically
 from aerie.targets import Target, head_names, weight_map
@@ -105,11 +106,11 @@ def chat_template(target: Target) -> Check:
     if not tokenizer.chat_template:
         return Check("chat template", "failed", "the tokenizer has none", "Add chat_template.jinja to the target's folder")
     turns = [{"role": role, "content": f"turn {number}"} for number, role in enumerate(["user", "assistant"] * 2)]
-    prompt = tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
-    first = tokenizer.apply_chat_template(turns[:2], tokenize=False)
-    both = tokenizer.apply_chat_template(turns, tokenize=False)
-    stable = first.startswith(prompt) and both.startswith(first.rstrip())
-    return Check("chat template", "ok", f"renders, {'one row a conversation' if stable else 'rewrites history: one row a turn'}")
+    rows = render(Conversation("preflight", 1, turns), tokenizer, target.end_tokens(tokenizer))
+    if not rows or not all(any(row.loss_mask) for row in rows):
+        found = "the rendering of a conversation with the answer does not begin with its prompt, so no answer can be told apart"
+        return Check("chat template", "failed", found, "Check the chat template and the tokenizer's end of turn")
+    return Check("chat template", "ok", f"renders, {'one row a conversation' if len(rows) == 1 else 'rewrites history: one row a turn'}")
 
 
 def weights(target: Target) -> Check:
