@@ -129,7 +129,7 @@ def test_too_long_samples_are_refused_before_the_load(targets, tmp_path, monkeyp
         job_of(targets["llama"], "vllm").__class__(targets["llama"], (2, 9), "float32", "float32", "vllm")
 
 
-@pytest.mark.parametrize("options", [{"enforce_eager": False}, {"enable_prefix_caching": True}, {"no_such_option": 1}])
+@pytest.mark.parametrize("options", [{"dtype": "float16"}, {"enable_prefix_caching": True}, {"no_such_option": 1}])
 def test_wrong_options_are_refused_before_the_load(targets, tmp_path, options):
     from aerie.engine_vllm import extract
 
@@ -222,10 +222,8 @@ class Workplace:
         command = [sys.executable, str(SCRIPTS / "extract_hidden_states.py"), *self.part(part, parts)]
         return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, **options)
 
-    def index(self, parts=1):
-        files = [self.states / f"part-{part}-of-{parts}.parquet" for part in range(parts)]
-        arguments = self.arguments(self.states, "--part-files", *files)
-        index_hidden_states.main(index_hidden_states.build_parser().parse_args(arguments))
+    def index(self):
+        index_hidden_states.main(index_hidden_states.build_parser().parse_args(self.arguments(self.states)))
         return StatesIndex(self.states, self.store_root)
 
 
@@ -285,7 +283,7 @@ def test_mixed_parts_do_everything_once(targets, tmp_path):
     place.extract(0, 2)
     assert whole.wait() == 0
     assert set(states_in(place.store)) == {sample.key for sample in samples}
-    assert len(place.index(parts=2)) == 60
+    assert len(place.index()) == 60
 
     # What the store has is not extracted again, and then the target is not even looked at.
     weights = Path(targets["llama"].folder) / "model.safetensors"

@@ -210,5 +210,5 @@ def test_the_command(results):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     summary = (results / "summary.txt").read_text()
-    assert summary in done.stderr
+    assert summary in (results / "log").read_text()
     assert (results / "report.html").read_text() == report.page(collected(results))

@@ -2,9 +2,11 @@
 
 Attention: a packed row's samples do not see each other, but dense attention computes every pair and masks it. Here each
 sample attends on its own. (On a GPU, flex attention skips the masked blocks.)
+Memory: what is freed is kept for the next step.
 Muon: torch orthogonalises in bfloat16, which a CPU without such instructions emulates, at a fifth of float32's speed.
 """
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import AttentionInterface
 
 PACKED_ATTENTION = "aerie_packed"
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 def packed_attention(
@@ -52,6 +55,17 @@ def packed_attention(
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+def keep_freed_memory() -> None:
+    """Lets glibc keep what tensors free for the next ones; else each of 32 MB or more is mapped, and its pages zeroed, anew.
+
+    Saves about a fifth of a step. Does nothing where the C library is another.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 class Float32Muon(torch.optim.Muon):

@@ -69,8 +69,8 @@ def capture_key(
             "stored_dtype": stored_dtype,
             "compute_dtype": compute_dtype,
             "engine": engine_family,
-            "value_options": dict(value_options or {}),
         }
+        | ({"value_options": dict(value_options)} if value_options else {})
     )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .checkpoints import seed_everything
+from .cpu_speed import keep_freed_memory
 from .draft_model import DraftShape, aux_columns, build_draft, draft_digest, export_draft, norm_gain
 from .errors import AerieError
 from .training import DraftTrainer, TrainingSettings, attention_for, pick_device
@@ -42,6 +43,8 @@ def train(
     training = TrainingSettings.from_recipe(settings.get("training", {}))
     device = pick_device(runtime.get("device", "auto"))
     dtype = training.dtype(device)
+    if device.type == "cpu":
+        keep_freed_memory()
     aux, last = aux_columns(states.layer_ids, shape, target.num_layers)
     workers = int(runtime.get("workers", 4 if device.type == "cuda" else 0))
 

@@ -38,6 +38,9 @@ def common_options(target: "Target", runtime: dict[str, Any]) -> dict[str, Any]:
             options["kv_cache_memory_bytes"] = _cpu_cache_bytes()
     chosen = dict(runtime.get("engine_options") or {})
     check_names(chosen)
+    own = sorted({"model", "dtype"} & set(chosen))
+    if own:
+        raise AerieError(f"engine_options {', '.join(own)}: the target has keys of its own for these; see config/README.md")
     if isinstance(chosen.get("compilation_config"), dict):
         chosen["compilation_config"] = {**options.get("compilation_config", {}), **chosen["compilation_config"]}
     return options | chosen
