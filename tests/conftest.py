@@ -4,10 +4,10 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ROOT / "workflow" / "scripts"
-sys.path[:0] = [str(SCRIPTS), str(Path(__file__).parent)]
-os.environ["PYTHONPATH"] = os.pathsep.join([str(SCRIPTS), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+TESTS = Path(__file__).resolve().parent
+SCRIPTS = TESTS.parent / "workflow" / "scripts"
+sys.path[:0] = [str(SCRIPTS), str(TESTS)]
+os.environ["PYTHONPATH"] = os.pathsep.join([str(SCRIPTS), str(TESTS), os.environ.get("PYTHONPATH", "")])
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Tests run side by side, and tiny models gain nothing from threads.
 os.environ["OMP_NUM_THREADS"] = "1"

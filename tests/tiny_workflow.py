@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from conftest import ROOT
+from checkout import ROOT
 
 CONFIG: dict[str, Any] = {
     "runs": "config/runs.tsv",

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from conftest import ROOT
+from checkout import ROOT
 from tiny_workflow import kill, run, start
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]

@@ -10,7 +10,7 @@ from snakemake.utils import validate
 
 from aerie.configuration import Plan, read_runs
 from aerie.errors import AerieError
-from conftest import ROOT
+from checkout import ROOT
 
 STAGES = [
     "convert_target",

@@ -26,7 +26,7 @@ from aerie.train_run import train
 from aerie.training import TrainingSettings
 from aerie.training_data import DraftSamples, ShardTransfer, batch_counts, batches, model_inputs, rows_of
 from aerie.validation import TargetHead, count_hits
-from conftest import SCRIPTS
+from checkout import SCRIPTS
 from tiny_targets import MAX_POSITIONS, VOCAB_SIZE, make_tiny_llama
 
 CPU = torch.device("cpu")

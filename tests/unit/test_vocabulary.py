@@ -14,7 +14,7 @@ from aerie.errors import AerieError
 from aerie.keys import digest_of
 from aerie.samples import Sample, write_samples
 from aerie.vocabulary import VocabMap
-from conftest import SCRIPTS
+from checkout import SCRIPTS
 from tiny_targets import make_tiny_llama
 
 

@@ -1,8 +1,10 @@
 """Dry runs of the demo and of every preset; nothing is resolved, fetched or loaded while parsing."""
 
+import re
+
 import pytest
 
-from conftest import ROOT
+from checkout import ROOT
 from tiny_workflow import run
 
 PRESETS = sorted(path.stem for path in (ROOT / "config/presets").glob("*.yaml"))
@@ -40,8 +42,9 @@ def test_an_unknown_key_is_named(tmp_path):
 
 
 def test_every_rule_declares_log_environment_resources_and_benchmark():
-    rules = [part for path in sorted((ROOT / "workflow/rules").glob("*.smk")) for part in path.read_text().split("\nrule ")[1:]]
-    assert len(rules) >= 13
+    texts = [path.read_text() for path in sorted((ROOT / "workflow/rules").glob("*.smk"))]
+    rules = [part for text in texts for part in re.split(r"^rule ", text, flags=re.MULTILINE)[1:]]
+    assert len(rules) == 14
     for text in rules:
         for directive in ("log:", "conda:", "resources:", "benchmark:", "shell:"):
             assert f"    {directive}" in text, (text.split(":")[0], directive)
