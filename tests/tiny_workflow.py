@@ -77,7 +77,8 @@ class Result:
 def start(folder: Path, *arguments: str) -> "subprocess.Popen[bytes]":
     """Starts Snakemake on this checkout's workflow in `folder`, in a process group of its own; its output goes to terminal.txt."""
     snakemake = str(Path(sys.executable).parent / "snakemake")
-    command = [snakemake, "-s", str(ROOT / "Snakefile"), "-d", str(folder), "--cores", "all", "--resources", "gpu=8", *arguments]
+    # --resources takes every word that follows it, so it comes last.
+    command = [snakemake, "-s", str(ROOT / "Snakefile"), "-d", str(folder), *arguments, "--cores", "all", "--resources", "gpu=8"]
     with open(folder / "terminal.txt", "w") as output:
         return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
 
