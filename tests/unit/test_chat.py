@@ -124,6 +124,9 @@ def test_files_name_the_line_of_an_error(tmp_path):
     path.write_text(json.dumps(good) + "\n\n{'prompt': 1}\n")
     with pytest.raises(AerieError, match=r"rows\.jsonl:3: not valid JSON"):
         list(read_conversations([path]))
+    path.write_text(json.dumps(good) + '\n{"prompt": \n')  # the error is at the end of line 2, not on line 3
+    with pytest.raises(AerieError, match=r"rows\.jsonl:2: not valid JSON"):
+        list(read_conversations([path]))
     path.write_text(json.dumps(good) + "\n\n" + json.dumps(good) + "\n")
     assert [row.line for row in read_conversations([path])] == [1, 3]
     with pytest.raises(AerieError, match="no such file"):

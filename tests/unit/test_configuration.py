@@ -64,6 +64,17 @@ def test_defaults_come_from_the_schema(tmp_path):
     assert settings(made, "prepare_dataset", "t/d") == {"max_length": 2048, "validation_share": 0.05, "max_samples": None}
 
 
+@pytest.mark.parametrize("dataset", [{"sources": ["x.jsonl"]}, {"sources": ["x.jsonl"], "regenerate": None}])
+def test_a_dataset_need_not_be_regenerated(tmp_path, dataset):
+    made = plan(tmp_path, datasets={"d": dataset})
+    assert not [name for stage, name in made.recipes if stage == "regenerate_responses"]
+
+
+def test_an_unknown_key_of_regeneration_is_named(tmp_path):
+    with pytest.raises(WorkflowError, match="temperatur"):
+        plan(tmp_path, datasets={"d": {"sources": ["x.jsonl"], "regenerate": {"temperatur": 1}}})
+
+
 def test_the_smaller_limit_counts(tmp_path):
     made = plan(tmp_path, max_samples=10)
     assert settings(made, "regenerate_responses", "t/d")["max_prompts"] == 10

@@ -51,7 +51,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
         with open(path, encoding="utf-8") as file:
             for number, text in enumerate(file, 1):
                 if text.strip():
-                    yield number, _parse(text, path, number)
+                    yield number, _parse(text.strip(), path, number)
     elif path.suffix == ".json":
         rows = _parse(path.read_text(encoding="utf-8"), path, 1)
         if not isinstance(rows, list):
