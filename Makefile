@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PLATFORM := $(if $(wildcard /proc/driver/nvidia/version),cuda,cpu)
 BIN := .venv/bin
-UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -r envs/$(PLATFORM).txt
+UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --no-deps -r envs/$(PLATFORM).txt
 # Where pip finds wheels on this machine, which uv does not know by itself.
 LINKS = $(shell $(BIN)/pip config get :env:.find-links 2>/dev/null || $(BIN)/pip config get global.find-links 2>/dev/null)
 COMPILE := uv pip compile --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_28 --generate-hashes \
@@ -14,7 +14,7 @@ run: env
 	$(BIN)/snakemake --cores all --resources gpu=8
 
 test: env
-	$(BIN)/python -m pytest tests -m "not long" -n 2 --dist loadgroup
+	$(BIN)/python -m pytest tests/workflow tests -m "not long" -n 2 --dist loadgroup --no-loadscope-reorder
 
 test-all: env
 	$(BIN)/python -m pytest tests

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -205,7 +206,9 @@ def batches(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in folder.glob("store/answers/*/*.parquet")}
 
 
-def test_a_killed_run_goes_on(workplace):
+@pytest.fixture(scope="module")
+def answered(workplace):
+    """The folder after a run over all prompts that was killed and started again. before: batches that the killed one left."""
     folder = workplace
     # Slowed down between batches, so that the kill surely lands in the middle.
     slow = "import sys, time, runpy; sys.argv = sys.argv[1:]; sys.path.insert(0, sys.argv[0].rsplit('/', 1)[0])\n"
@@ -223,34 +226,38 @@ def test_a_killed_run_goes_on(workplace):
         process.wait()
     assert not (folder / "all" / "manifest.json").exists()
     before = batches(folder)
-    assert 2 <= len(before) < 10
-
     done = subprocess.run(line, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert f"{4 * len(before)} of 40 prompts found answered, {40 - 4 * len(before)} to ask" in done.stderr
-    assert len(batches(folder)) == 10
-    assert before.items() <= batches(folder).items()  # what was finished is untouched
+    return SimpleNamespace(folder=folder, before=before, stderr=done.stderr)
 
 
-def test_responses_are_complete_and_readable(workplace):
-    rows = list(read_conversations([workplace / "all" / "responses.parquet"]))
-    figures = json.loads((workplace / "all" / "manifest.json").read_text())["figures"]
+def test_a_killed_run_goes_on(answered):
+    found = len(answered.before)
+    assert 2 <= found < 10
+    assert f"{4 * found} of 40 prompts found answered, {40 - 4 * found} to ask" in answered.stderr
+    assert len(batches(answered.folder)) == 10
+    assert answered.before.items() <= batches(answered.folder).items()  # what was finished is untouched
+
+
+def test_responses_are_complete_and_readable(answered):
+    rows = list(read_conversations([answered.folder / "all" / "responses.parquet"]))
+    figures = json.loads((answered.folder / "all" / "manifest.json").read_text())["figures"]
     assert (figures["prompts"], figures["dropped"].get("prompt too long")) == (40, 1)
     assert figures["kept"] == len(rows) == 40 - sum(figures["dropped"].values())
     assert figures["tokens"] > 0
     assert all(row.problem == "" and row.messages[-1]["role"] == "assistant" for row in rows)
-    table = pq.read_table(workplace / "all" / "responses.parquet").to_pylist()
+    table = pq.read_table(answered.folder / "all" / "responses.parquet").to_pylist()
     assert {row["finish_reason"] for row in table} <= {"stop", "length"}
     assert figures["cut_off"] == sum(row.cut for row in rows) > 0
-    rejects = [json.loads(line) for line in (workplace / "all" / "rejects.jsonl").read_text().splitlines()]
+    rejects = [json.loads(line) for line in (answered.folder / "all" / "rejects.jsonl").read_text().splitlines()]
     assert any(one["reason"] == "prompt too long" and one["line"] == 40 for one in rejects)
 
 
-def test_fewer_prompts_ask_nothing_and_answer_alike(workplace):
-    done = subprocess.run(command(workplace, "few", max_prompts=10), capture_output=True, text=True)
+def test_fewer_prompts_ask_nothing_and_answer_alike(answered):
+    done = subprocess.run(command(answered.folder, "few", max_prompts=10), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "10 of 10 prompts found answered, 0 to ask" in done.stderr
-    few = pq.read_table(workplace / "few" / "responses.parquet").to_pylist()
-    every = {row["prompt_key"]: row for row in pq.read_table(workplace / "all" / "responses.parquet").to_pylist()}
+    few = pq.read_table(answered.folder / "few" / "responses.parquet").to_pylist()
+    every = {row["prompt_key"]: row for row in pq.read_table(answered.folder / "all" / "responses.parquet").to_pylist()}
     assert few
     assert all(every[row["prompt_key"]] == row for row in few)

@@ -2,20 +2,23 @@
 
 Attention: a packed row's samples do not see each other, but dense attention computes every pair and masks it. Here each
 sample attends on its own. (On a GPU, flex attention skips the masked blocks.)
-Memory: what is freed is kept for the next step.
+Loss: speculators' forward computes logits of every row, each step's loss from scratch, and masks the rows that are not
+supervised. Here only supervised rows have logits, a block at a time, and the target's probabilities are computed once.
 Muon: torch orthogonalises in bfloat16, which a CPU without such instructions emulates, at a fifth of float32's speed.
 """
 
-import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from speculators.losses.utils import _LOSS_REDUCTION_EPS
+from speculators.models.eagle3 import Eagle3DraftModel
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import DynamicCache
 from transformers.modeling_utils import AttentionInterface
 
 PACKED_ATTENTION = "aerie_packed"
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+_HEAD_ROWS = 128  # whose logits fit into a processor's cache
 
 
 def packed_attention(
@@ -23,7 +26,7 @@ def packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor,
+    attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     document_lengths: Sequence[int] = (),
     **_: Any,
@@ -31,22 +34,26 @@ def packed_attention(
     """Attention of a packed row, one sample at a time, with transformers' signature.
 
     query [1, heads, rows, dim]; key and value [1, kv heads, steps * rows, dim], a block of rows for each step of
-    training-time test so far; attention_mask bool [1, 1, rows, steps * rows]; document_lengths add up to rows.
+    training-time test so far; document_lengths add up to rows. As in speculators' mask, which is not looked at, a row sees
+    the rows before it in the first block and itself in each later one.
     """
     rows = query.shape[2]
     if sum(document_lengths) != rows:
         raise ValueError(f"document_lengths {list(document_lengths)} do not add up to {rows} rows")
     groups = query.shape[1] // key.shape[1]
     keys, values = (tensor.unflatten(2, (-1, rows)) for tensor in (key, value))
-    mask = attention_mask.unflatten(3, (-1, rows))
+    longest, steps = max(document_lengths), keys.shape[2]
+    causal = torch.ones(longest, longest, dtype=torch.bool).tril()
+    itself = torch.eye(longest, dtype=torch.bool)
     outputs, start = [], 0
     for length in document_lengths:
         own = slice(start, start + length)
+        seen = torch.cat([causal[:length, :length], *[itself[:length, :length]] * (steps - 1)], dim=1)
         output = scaled_dot_product_attention(
             query[:, :, own],
             keys[:, :, :, own].flatten(2, 3).repeat_interleave(groups, dim=1),
             values[:, :, :, own].flatten(2, 3).repeat_interleave(groups, dim=1),
-            attn_mask=mask[:, :, own, :, own].flatten(3, 4),
+            attn_mask=seen,
             scale=scaling,
         )
         outputs.append(output)
@@ -57,15 +64,100 @@ def packed_attention(
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
-def keep_freed_memory() -> None:
-    """Lets glibc keep what tensors free for the next ones; else each of 32 MB or more is mapped, and its pages zeroed, anew.
+class _HeadDivergence(torch.autograd.Function):
+    """(divergence, best): Kullback-Leibler divergence of the draft from the target, float32 [rows], and the draft's best
+    token, int64 [rows].
 
-    Saves about a fifth of a step. Does nothing where the C library is another.
+    hidden float32 [rows, hidden] goes through the frozen head [vocabulary, hidden]; probabilities [rows, vocabulary] are the
+    target's and negentropy [rows] their sum of p log p. The logits' gradient is the difference of both distributions, so the
+    gradient of hidden is made while a block's logits are in the processor's cache, and the logits are kept nowhere.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, head: torch.Tensor, probabilities: torch.Tensor, negentropy: torch.Tensor) -> Any:
+        divergence, best = torch.empty_like(negentropy), torch.empty(len(hidden), dtype=torch.long)
+        gradient = torch.empty_like(hidden)
+        for start in range(0, len(hidden), _HEAD_ROWS):
+            own = slice(start, start + _HEAD_ROWS)
+            logits = hidden[own] @ head.T
+            expected = torch.linalg.vecdot(probabilities[own], logits)
+            top = logits.max(-1, keepdim=True)
+            best[own] = top.indices[:, 0]
+            odds = logits.sub_(top.values).exp_()
+            total = odds.sum(-1, keepdim=True)
+            divergence[own] = negentropy[own] - expected + (top.values + total.log())[:, 0]
+            torch.mm(odds.div_(total).sub_(probabilities[own]), head, out=gradient[own])
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(best)
+        return divergence, best
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return ctx.saved_tensors[0] * gradients[0][:, None], None, None, None
+
+
+@torch.no_grad()
+def _target_distribution(model: Eagle3DraftModel, last_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(probabilities, negentropy, best token) of the target over the draft's vocabulary at rows [rows, hidden]."""
+    probabilities = model.verifier_lm_head(model.verifier_norm(last_states))
+    negentropy, best = torch.empty(len(last_states)), torch.empty(len(last_states), dtype=torch.long)
+    for start in range(0, len(last_states), _HEAD_ROWS):
+        own = slice(start, start + _HEAD_ROWS)
+        logs = probabilities[own].log_softmax(-1)
+        best[own] = logs.argmax(-1)
+        torch.exp(logs, out=probabilities[own])
+        negentropy[own] = torch.linalg.vecdot(probabilities[own], logs.clamp_(min=torch.finfo(logs.dtype).min))
+    return probabilities, negentropy, best
+
+
+def supervised_loss(
+    model: Eagle3DraftModel,
+    hidden_states: torch.Tensor,
+    input_ids: torch.Tensor,
+    loss_mask: torch.Tensor,
+    position_ids: torch.Tensor,
+    verifier_last_hidden_states: torch.Tensor,
+    document_lengths: Sequence[int],
+    ttt_steps: int,
+    ttt_step_loss_decay: float = 1.0,
+    **_: Any,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(loss, metrics) of Eagle3DraftModel.forward with its kl_div loss, float32; the arguments are those of that forward.
+
+    The model's head must be frozen. Draft step k at row t is judged by the target's distribution at row t + k.
+    """
+    supervised = loss_mask[0].nonzero()[:, 0]
+    probabilities, negentropy, target_best = _target_distribution(model, verifier_last_hidden_states[0, supervised])
+    if model.input_norm is not None:
+        hidden_states = model.input_norm(hidden_states)
+    hidden_states, cache, tokens = model.fc(hidden_states), DynamicCache(), input_ids
+    loss = torch.zeros(())
+    right = torch.ones(input_ids.shape[1], dtype=torch.bool)  # in all steps so far, by the row at which drafting starts
+    metrics: dict[str, torch.Tensor] = {}
+    for step in range(ttt_steps):
+        hidden_states = torch.cat([model.embed_tokens(tokens), hidden_states], dim=-1)
+        rotation = model.rotary_emb(hidden_states, position_ids + step)
+        for layer in model.layers:
+            hidden_states = layer(
+                hidden_states,
+                past_key_values=cache,
+                position_embeddings=rotation,
+                document_lengths=document_lengths,
+            )
+        normed = model.norm(hidden_states)
+        if model.config.norm_output:
+            hidden_states = normed
+        judged = supervised >= step
+        starts = supervised[judged] - step
+        divergence, best = _HeadDivergence.apply(normed[0, starts], model.lm_head.weight, probabilities[judged], negentropy[judged])
+        step_loss = ttt_step_loss_decay**step * divergence.sum() / (len(starts) + _LOSS_REDUCTION_EPS)
+        loss = loss + step_loss
+        right[starts] &= best == target_best[judged]
+        hits = right[starts].sum()
+        metrics[f"loss_{step}_sum"], metrics[f"loss_{step}_total"] = step_loss.detach(), torch.tensor(1.0)
+        metrics[f"full_acc_{step}_sum"], metrics[f"full_acc_{step}_total"] = hits, torch.tensor(float(len(starts)))
+        tokens = torch.cat([tokens[:, 1:], tokens.new_zeros(1, 1)], dim=-1)  # teacher forcing
+    return loss, metrics
 
 
 class Float32Muon(torch.optim.Muon):

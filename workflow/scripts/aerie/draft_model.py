@@ -32,14 +32,12 @@ if TYPE_CHECKING:
 class DraftShape:
     """What the user chooses of a draft.
 
-    layers: decoder layers. aux_layer_ids: layer ids whose states it reads. sliding_window: window of its attention in
-    tokens, None for full attention. norm_before_residual, norm_before_fc, norm_output: as speculators and vLLM name them;
-    all three true is EAGLE 3.1, speculators' default for Llama-style drafts.
+    layers: decoder layers. aux_layer_ids: layer ids whose states it reads. norm_before_residual, norm_before_fc,
+    norm_output: as speculators and vLLM name them; all three true is EAGLE 3.1, speculators' default for Llama-style drafts.
     """
 
     layers: int
     aux_layer_ids: tuple[int, ...]
-    sliding_window: int | None = None
     norm_before_residual: bool = True
     norm_before_fc: bool = True
     norm_output: bool = True
@@ -94,9 +92,6 @@ def decoder_config(target: "PretrainedConfig", shape: DraftShape) -> LlamaConfig
     config.norm_before_fc = shape.norm_before_fc
     config.norm_output = shape.norm_output
     config.num_aux_hidden_states = len(shape.aux_layer_ids)
-    if shape.sliding_window:
-        config.sliding_window = shape.sliding_window
-        config.layer_types = ["sliding_attention"] * shape.layers
     return config
 
 

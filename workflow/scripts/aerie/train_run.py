@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .checkpoints import seed_everything
-from .cpu_speed import keep_freed_memory
+from .cpu_memory import keep_freed_memory
 from .draft_model import DraftShape, aux_columns, build_draft, draft_digest, export_draft, norm_gain
 from .errors import AerieError
 from .training import DraftTrainer, TrainingSettings, attention_for, pick_device

