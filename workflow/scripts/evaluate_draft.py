@@ -14,6 +14,7 @@ Runtime: device, tensor_parallel, engine_options.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -142,6 +143,10 @@ def phrase(role: str) -> str:
 def run_half(role: str, recipe: Recipe, target: Target, draft: Path, prompts_file: Path) -> Half:
     """Answers all prompts with or without the draft, after a warm-up prompt; greedy."""
     settings, runtime = recipe.settings, recipe.runtime
+    if generation.device_type(runtime.get("device", "auto")) == "cpu":
+        # vLLM-CPU cannot hold caches of latent and plain attention side by side ("No common block size"), so a target with
+        # latent attention, whose draft has plain attention, is computed in the plain form, which is equal. In both halves.
+        os.environ["VLLM_MLA_DISABLE"] = "1"
     dtype = settings.get("dtype") or "auto"
     tokenizer = target.tokenizer()
     prompts = prompts_of(prompts_file, tokenizer, settings)

@@ -127,7 +127,7 @@ def ask_all(missing: Sequence[Prompt], recipe: Recipe, target: Target, answer_st
         return generation.prompt_ids(tokenizer, messages)
 
     progress = Progress("regenerate", done + len(missing), "prompts", start=done)
-    size = int(runtime.get("batch_prompts") or 250)
+    size = int(runtime.get("batch_prompts") or 500)
     seconds, tokens = 0.0, 0
     for start in range(0, len(missing), size):
         batch = missing[start : start + size]
