@@ -7,7 +7,7 @@
     scales         [tokens, layers] float32     only for float8_e4m3: value = stored * scale
     hidden_states  [tokens, layers, hidden]     float32, bfloat16 or float8_e4m3; layers in ascending id
 
-The header's metadata carries the sample keys, the capture (key, layer ids, dtypes, engine), versions, and the seconds
+The header's metadata carries the sample keys, the capture (key, layer ids, dtypes, engine, versions, provenance) and the seconds
 that the extraction of these tokens took. A file's name is the sha256 of its bytes (32 hex digits), so `sha256sum` finds
 damage; a shorter or longer file than its header promises is never read.
 """
@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,8 +32,9 @@ import pandas as pd
 
 from . import cli
 from .errors import AerieError
+from .files import sync_file, sync_folder
 from .keys import canonical_json, digest_of, sample_key
-from .stage import read_manifest, sync_file, sync_folder
+from .stage import read_manifest
 
 if TYPE_CHECKING:
     import torch
@@ -144,6 +145,7 @@ class Capture:
     engine: str
     versions: dict[str, str]
     engine_options: dict[str, Any]
+    provenance: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
