@@ -147,6 +147,11 @@ class Capture:
     engine_options: dict[str, Any]
     provenance: dict[str, Any] = field(default_factory=dict)
 
+    def header(self) -> dict[str, Any]:
+        """What a shard's metadata says of it."""
+        known = {name: value for name, value in vars(self).items() if name != "provenance" or value}
+        return known | {"layer_ids": list(self.layer_ids), "version": VERSION}
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -280,7 +285,7 @@ class HiddenStateStore:
         metadata = {
             "format": "aerie hidden states",
             "sample_keys": canonical_json([sample.key for sample in samples]),
-            "capture": canonical_json(vars(capture) | {"layer_ids": list(capture.layer_ids), "version": VERSION}),
+            "capture": canonical_json(capture.header()),
             "seconds": f"{seconds:.6f}",
         }
         header = json.dumps({"__metadata__": metadata, **layout}, separators=(",", ":")).encode()
