@@ -1,3 +1,4 @@
+import os
 import re
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from aerie.cli import put_on_path
 from aerie.configuration import Plan
 from aerie.devices import has_driver
 from aerie.errors import AerieError
+from aerie.store import register
 from aerie.targets import PATTERNS
 
 # Rules call the commands by name; they run with Snakemake's interpreter, whether or not its environment is activated.
@@ -81,9 +83,34 @@ def get_engine_threads(wildcards):
     )
 
 
+def is_utility():
+    """Whether only plan, status, gc or verify is asked for."""
+    targets = workflow.dag_settings.targets
+    return bool(targets) and set(targets) <= {"plan", "status", "gc", "verify"}
+
+
+def register_configuration():
+    """Notes in the store that this configuration uses it, before the first job does."""
+    if not is_utility():
+        try:
+            register(
+                Path(config["store"]), *get_configuration_name(), PLAN.recipe_names()
+            )
+        except AerieError as error:
+            raise WorkflowError(str(error))
+
+
+def get_configuration_name():
+    """The configuration's files, and what the command line set beside them."""
+    files = workflow.config_settings.configfiles or workflow.configfiles
+    return [os.path.relpath(file) for file in files], dict(
+        workflow.config_settings.config
+    )
+
+
 def print_summary():
     """Shows the runs' key figures at the end of a run."""
-    if Path("results/summary.txt").exists():
+    if not is_utility() and Path("results/summary.txt").exists():
         print(Path("results/summary.txt").read_text())
 
 

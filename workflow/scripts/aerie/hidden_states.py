@@ -33,7 +33,7 @@ import pandas as pd
 from . import cli
 from .errors import AerieError
 from .files import sync_file, sync_folder
-from .keys import canonical_json, digest_of, sample_key
+from .keys import canonical_json, digest_of, file_sha256, sample_key
 from .stage import read_manifest
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float8_e4m3": 1}
 _FLOAT8_MAX = 448.0
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _STALE_SECONDS = 60
+_CHECKED_BYTES = 64 * 2**20
 _REMEDY = "Delete this shard and run `snakemake --forcerun find_missing_states`; only its samples are extracted anew."
 
 
@@ -177,6 +178,30 @@ class Shard:
         with open(self.path, "rb") as file:
             file.seek(self.data_start + self.offsets.nbytes)
             return np.frombuffer(file.read(4 * self.tokens), dtype="<i4")
+
+    def check(self) -> None:
+        """Reads all of the shard; DamagedShard where its bytes are not its name's, its ids not its keys' or a value not finite."""
+        if self.path.stem != file_sha256(self.path)[:32]:
+            raise DamagedShard(f"{self.path}: its bytes have another sha256 than its name says. {_REMEDY}")
+        ids = self.token_ids()
+        for i, key in enumerate(self.keys):
+            if sample_key(ids[self.offsets[i] : self.offsets[i + 1]]) != key:
+                raise DamagedShard(f"{self.path}: its token ids are not those of sample {key}. {_REMEDY}")
+        layout = _layout(len(self.keys), self.tokens, self.layers, self.hidden_size, self.stored_dtype)
+        for name in {"scales", "hidden_states"} & set(layout):
+            start, end = layout[name]["data_offsets"]
+            for first in range(start, end, _CHECKED_BYTES):
+                size = min(_CHECKED_BYTES, end - first)
+                if not _all_finite(np.fromfile(self.path, np.uint8, size, offset=self.data_start + first), layout[name]["dtype"]):
+                    raise DamagedShard(f"{self.path}: its {name} hold infinities or NaN. {_REMEDY}")
+
+
+def _all_finite(raw: np.ndarray, dtype: str) -> bool:
+    """Whether values given as bytes are finite. bfloat16 has all exponent bits set where not, float8_e4m3 all bits but the sign."""
+    if dtype == "F32":
+        return bool(np.isfinite(raw.view("<f4")).all())
+    bits, mask = (raw.view("<u2"), 0x7F80) if dtype == "BF16" else (raw, 0x7F)
+    return not bool(((bits & mask) == mask).any())
 
 
 class DamagedShard(AerieError):
@@ -405,6 +430,14 @@ def _bytes_of(tensor: "torch.Tensor") -> memoryview:
     return memoryview(tensor.contiguous().view(torch.uint8).numpy().reshape(-1))
 
 
+def _places(table: pd.DataFrame) -> dict[str, tuple[str, int, int]]:
+    """{sample key: (shard, position, tokens)} of a samples table."""
+    return {
+        key: (shard, int(sample), int(tokens))
+        for key, shard, sample, tokens in zip(table["sample_key"], table["shard"], table["sample"], table["tokens"], strict=True)
+    }
+
+
 class StatesIndex:
     """The hidden states of one dataset, by sample key: results/hidden_states/{target}/{dataset}/{capture}/.
 
@@ -419,12 +452,9 @@ class StatesIndex:
         self.layer_ids: list[int] = manifest["layer_ids"]
         self.stored_dtype: str = manifest["settings"]["stored_dtype"]
         self.max_open = max_open
-        self._shard_folder = HiddenStateStore(store_root, self.capture_key).folder
-        table = pd.read_parquet(Path(folder) / "index.parquet")
-        self._places = {
-            key: (shard, int(sample), int(tokens))
-            for key, shard, sample, tokens in zip(table["sample_key"], table["shard"], table["sample"], table["tokens"], strict=True)
-        }
+        self._store = HiddenStateStore(store_root, self.capture_key)
+        self._shard_folder = self._store.folder
+        self._places = _places(pd.read_parquet(Path(folder) / "index.parquet"))
         self._open: OrderedDict[str, tuple[Any, np.ndarray]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -472,6 +502,9 @@ class StatesIndex:
             ) from None
 
     def _rows(self, key: str) -> tuple[Any, slice]:
+        if not self._is_there(self._place(key)[0]):
+            # `snakemake gc` packs what is left of a shard into another; the states are the same.
+            self._places |= _places(self._store.known().query("sample_key in @self._places"))
         name, sample, tokens = self._place(key)
         file, offsets = self._shard(name)
         start, end = int(offsets[sample]), int(offsets[sample + 1])
@@ -480,6 +513,9 @@ class StatesIndex:
                 f"{self._shard_folder / name}: sample {key} has {end - start} tokens there, and {tokens} in the index. {_REMEDY}"
             )
         return file, slice(start, end)
+
+    def _is_there(self, name: str) -> bool:
+        return name in self._open or (self._shard_folder / name).exists()
 
     def _shard(self, name: str) -> tuple[Any, np.ndarray]:
         with self._lock:

@@ -139,12 +139,17 @@ def roots(store: Path) -> list[Root]:
     found = []
     for folder in sorted((store / "roots").glob("*/")):
         configurations = {path: _read(path) for path in sorted((folder / "configurations").glob("*.json"))}
-        uses = {}
-        for path in sorted((folder / "uses").rglob("*.json")):
-            stage, *name = path.relative_to(folder / "uses").parts[:-1]
-            use = _read(path)
-            uses[RecipeName(stage, "/".join(name), path.stem)] = Use(tuple(use["paths"]), use["captures"])
-        found.append(Root(folder, configurations, uses))
+        found.append(Root(folder, configurations, uses_of(folder)))
+    return found
+
+
+def uses_of(root: Path) -> dict[RecipeName, Use]:
+    """What the jobs of a root use, by recipe."""
+    found = {}
+    for path in sorted((root / "uses").rglob("*.json")):
+        stage, *name = path.relative_to(root / "uses").parts[:-1]
+        use = _read(path)
+        found[RecipeName(stage, "/".join(name), path.stem)] = Use(tuple(use["paths"]), use["captures"])
     return found
 
 
