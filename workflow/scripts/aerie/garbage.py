@@ -268,9 +268,10 @@ def lines(store: Path, findings: Findings) -> Iterator[str]:
     """What was found, for a person."""
     yield f"store {store}: configurations that use it"
     for root in findings.roots:
-        for path, one in root.configurations.items():
-            overrides = "".join(f" {name}={value}" for name, value in one["overrides"].items())
-            yield f"  {one['host']}:{one['folder']} {' '.join(one['files'])}{overrides}, last run {one['used']} ({path.relative_to(store)})"
+        for path, config in root.configurations.items():
+            overrides = "".join(f" {name}={value}" for name, value in config["overrides"].items())
+            named = f"{config['host']}:{config['folder']} {' '.join(config['files'])}{overrides}"
+            yield f"  {named}, last run {config['used']} ({path.relative_to(store)})"
     yield "To let go of what one of them references, delete its file."
     yield "no configuration references:"
     groups: dict[str, list[Garbage]] = {}
@@ -288,7 +289,7 @@ def lines(store: Path, findings: Findings) -> Iterator[str]:
         yield f"  {path}: {part}  {size_text(remainder.bytes)}  {_age(remainder)}; the others are packed anew"
     for text in findings.damaged:
         yield f"  damaged, `snakemake verify` sets it aside: {text}"
-    everything = [*findings.garbage, *findings.remainders]
+    everything: list[Garbage | Remainder] = [*findings.garbage, *findings.remainders]
     if not everything:
         yield "  nothing"
     old = sum(one.bytes for one in everything if not one.young)

@@ -47,7 +47,7 @@ _FLOAT8_MAX = 448.0
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _STALE_SECONDS = 60
 _CHECKED_BYTES = 64 * 2**20
-_REMEDY = "Delete this shard and run `snakemake --forcerun find_missing_states`; only its samples are extracted anew."
+REMEDY = "Delete this shard and run `snakemake --forcerun find_missing_states`; only its samples are extracted anew."
 
 
 def capture_key(
@@ -182,18 +182,18 @@ class Shard:
     def check(self) -> None:
         """Reads all of the shard; DamagedShard where its bytes are not its name's, its ids not its keys' or a value not finite."""
         if self.path.stem != file_sha256(self.path)[:32]:
-            raise DamagedShard(f"{self.path}: its bytes have another sha256 than its name says. {_REMEDY}")
+            raise DamagedShard(f"{self.path}: its bytes have another sha256 than its name says. {REMEDY}")
         ids = self.token_ids()
         for i, key in enumerate(self.keys):
             if sample_key(ids[self.offsets[i] : self.offsets[i + 1]]) != key:
-                raise DamagedShard(f"{self.path}: its token ids are not those of sample {key}. {_REMEDY}")
+                raise DamagedShard(f"{self.path}: its token ids are not those of sample {key}. {REMEDY}")
         layout = _layout(len(self.keys), self.tokens, self.layers, self.hidden_size, self.stored_dtype)
         for name in {"scales", "hidden_states"} & set(layout):
             start, end = layout[name]["data_offsets"]
             for first in range(start, end, _CHECKED_BYTES):
                 size = min(_CHECKED_BYTES, end - first)
                 if not _all_finite(np.fromfile(self.path, np.uint8, size, offset=self.data_start + first), layout[name]["dtype"]):
-                    raise DamagedShard(f"{self.path}: its {name} hold infinities or NaN. {_REMEDY}")
+                    raise DamagedShard(f"{self.path}: its {name} hold infinities or NaN. {REMEDY}")
 
 
 def _all_finite(raw: np.ndarray, dtype: str) -> bool:
@@ -246,7 +246,7 @@ def read_shard(path: Path) -> Shard:
             data_start=8 + length,
         )
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise DamagedShard(f"{path}: this shard of hidden states cannot be read: {str(error) or repr(error)}. {_REMEDY}") from error
+        raise DamagedShard(f"{path}: this shard of hidden states cannot be read: {str(error) or repr(error)}. {REMEDY}") from error
 
 
 def _layout(samples: int, tokens: int, layers: int, hidden_size: int, stored_dtype: str) -> dict[str, Any]:
@@ -353,7 +353,7 @@ class HiddenStateStore:
             ids = shard.token_ids()
             for key, sample in zip(rows["sample_key"], rows["sample"], strict=True):
                 if shard.keys[sample] != key or sample_key(ids[shard.offsets[sample] : shard.offsets[sample + 1]]) != key:
-                    raise DamagedShard(f"{shard.path}: its token ids are not those of sample {key}. {_REMEDY}")
+                    raise DamagedShard(f"{shard.path}: its token ids are not those of sample {key}. {REMEDY}")
 
     def remove_stale(self) -> None:
         """Removes what killed writers left: temporary files that nobody holds a lock on."""
@@ -490,7 +490,7 @@ class StatesIndex:
         file, rows = self._rows(key)
         ids: np.ndarray = file.get_slice("token_ids")[rows].numpy()
         if sample_key(ids) != key:
-            raise DamagedShard(f"{self._shard_folder / self._place(key)[0]}: its token ids are not those of sample {key}. {_REMEDY}")
+            raise DamagedShard(f"{self._shard_folder / self._place(key)[0]}: its token ids are not those of sample {key}. {REMEDY}")
         return ids
 
     def _place(self, key: str) -> tuple[str, int, int]:
@@ -504,13 +504,14 @@ class StatesIndex:
     def _rows(self, key: str) -> tuple[Any, slice]:
         if not self._is_there(self._place(key)[0]):
             # `snakemake gc` packs what is left of a shard into another; the states are the same.
-            self._places |= _places(self._store.known().query("sample_key in @self._places"))
+            known = self._store.known()
+            self._places |= _places(known[known["sample_key"].isin(self._places)])
         name, sample, tokens = self._place(key)
         file, offsets = self._shard(name)
         start, end = int(offsets[sample]), int(offsets[sample + 1])
         if end - start != tokens:
             raise DamagedShard(
-                f"{self._shard_folder / name}: sample {key} has {end - start} tokens there, and {tokens} in the index. {_REMEDY}"
+                f"{self._shard_folder / name}: sample {key} has {end - start} tokens there, and {tokens} in the index. {REMEDY}"
             )
         return file, slice(start, end)
 

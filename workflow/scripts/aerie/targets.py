@@ -203,8 +203,10 @@ def fingerprint(name: str, location: dict[str, str], trust_remote_code: bool, ca
 
     cache: folder that keeps hashes by path, size, mtime, ctime and inode.
     """
-    files = {path.name: {"sha256": _content_hash(path, cache), "bytes": path.stat().st_size} for path in target_files(locate(location))}
-    digest = fingerprint_digest({file: entry["sha256"] for file, entry in files.items()})
+    paths = target_files(locate(location))
+    hashes = {path.name: _content_hash(path, cache) for path in paths}
+    files = {path.name: {"sha256": hashes[path.name], "bytes": path.stat().st_size} for path in paths}
+    digest = fingerprint_digest(hashes)
     return {"name": name, "digest": digest, "location": location, "trust_remote_code": trust_remote_code, "files": files}
 
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from .configuration import FOLDERS, Plan
 from .errors import AerieError, describe
 from .files import sync_folder
-from .hidden_states import DamagedShard, read_shard
+from .hidden_states import REMEDY, DamagedShard, read_shard
 from .keys import file_sha256
 from .progress import Progress
 from .stage import read_manifest
@@ -39,7 +39,7 @@ def verify(store: Path) -> tuple[int, list[Damage]]:
         try:
             examine(path)
         except Exception as error:  # noqa: BLE001 - whatever cannot be read is damaged
-            return describe(error) if path.exists() else ""  # gone meanwhile: finished, or collected as garbage
+            return describe(error).replace(f" {REMEDY}", "") if path.exists() else ""  # gone meanwhile: finished, or collected as garbage
         return ""
 
     damages = []
