@@ -9,7 +9,7 @@ SCRIPTS = f"{workflow.basedir}/workflow/scripts"
 sys.path.insert(0, SCRIPTS)
 
 from aerie.cli import put_on_path
-from aerie.configuration import Plan
+from aerie.configuration import Plan, read_versions
 from aerie.devices import has_driver
 from aerie.errors import AerieError
 from aerie.store import register
@@ -19,19 +19,9 @@ from aerie.targets import PATTERNS
 put_on_path(Path(sys.executable).parent, Path(SCRIPTS))
 
 
-def get_versions():
-    """{stage: VERSION}, read from the text of each stage's command; importing it would import vLLM."""
-    versions = {}
-    for path in sorted(Path(SCRIPTS).glob("*.py")):
-        found = re.search(r"^VERSION = (\d+)", path.read_text(), re.MULTILINE)
-        if found:
-            versions[path.stem] = int(found[1])
-    return versions
-
-
 validate(config, schema="../schemas/config.schema.yaml")
 try:
-    PLAN = Plan(config, get_versions(), has_driver())
+    PLAN = Plan(config, read_versions(Path(SCRIPTS)), has_driver())
 except AerieError as error:
     raise WorkflowError(str(error))
 ENVIRONMENT = f"{workflow.basedir}/envs/{'cuda' if PLAN.has_gpu else 'cpu'}.yaml"

@@ -42,6 +42,12 @@ class Run(NamedTuple):
     draft: str
 
 
+def read_versions(scripts: Path) -> dict[str, int]:
+    """{stage: VERSION}, read from the text of each stage's command; importing it would import vLLM."""
+    found = {path.stem: re.search(r"^VERSION = (\d+)", path.read_text(), re.MULTILINE) for path in sorted(scripts.glob("*.py"))}
+    return {stage: int(version[1]) for stage, version in found.items() if version}
+
+
 def read_runs(path: Path, config: dict[str, Any]) -> dict[str, Run]:
     """The runs by name; AerieError, naming file and line, for a bad row."""
     try:

@@ -38,7 +38,8 @@ def check_layout(store: Path) -> None:
         found = json.loads(path.read_text())["layout"]
     except FileNotFoundError:
         # Before the first release there was no such file, and the layout was that of version 1.
-        foreign = sorted({entry.name for entry in store.iterdir()} - {*NOT_OBJECTS, *STAGES}) if store.is_dir() else []
+        names = {entry.name for entry in store.iterdir()} if store.is_dir() else set()
+        foreign = sorted(name for name in names - {*NOT_OBJECTS, *STAGES, "layout.json"} if not name.startswith("."))
         if foreign:
             raise AerieError(
                 f"store {store}: a folder that is no store of Aerie's ({foreign[0]} is in it). Set `store` to a new folder."
