@@ -26,7 +26,7 @@ rule all:
 
 
 onstart:
-    register_configuration()
+    prepare_run()
 
 
 onsuccess:

@@ -68,11 +68,16 @@ class TinyWorkflow:
         """What `snakemake plan` prints from, over a dry run with these arguments. Use it in this workflow's folder."""
         result = self.run("-n", *arguments)
         assert result.code == 0, result.text
+        plan = self.resolved(scripts)
+        with contextlib.chdir(self.folder):
+            return Planner(plan, parse_dry_run(result.text, plan))
+
+    def resolved(self, scripts: Path = SCRIPTS) -> Plan:
+        """The configuration with its defaults, as the Snakefile makes it."""
         config = copy.deepcopy(self.config)
         validate(config, schema=str(ROOT / "workflow/schemas/config.schema.yaml"))
         with contextlib.chdir(self.folder):
-            plan = Plan(config, read_versions(scripts), False)
-        return Planner(plan, parse_dry_run(result.text, plan))
+            return Plan(config, read_versions(scripts), False)
 
     def forecasts(self, *arguments: str, scripts: Path = SCRIPTS) -> dict[str, str]:
         """{stage: verdict} of every stage of run a that is not said to do nothing, by `snakemake plan`'s means."""

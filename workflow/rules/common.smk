@@ -12,6 +12,7 @@ from aerie.cli import put_on_path
 from aerie.configuration import Plan, read_versions
 from aerie.devices import has_driver
 from aerie.errors import AerieError
+from aerie.files import end_future
 from aerie.store import register
 from aerie.targets import PATTERNS
 
@@ -79,8 +80,8 @@ def is_utility():
     return bool(targets) and set(targets) <= {"plan", "status", "gc", "verify"}
 
 
-def register_configuration():
-    """Notes in the store that this configuration uses it, before the first job does."""
+def prepare_run():
+    """Notes in the store that this configuration uses it, before the first job does; sets files of the future to now."""
     if not is_utility():
         try:
             register(
@@ -88,6 +89,7 @@ def register_configuration():
             )
         except AerieError as error:
             raise WorkflowError(str(error))
+        end_future(Path("results"), Path(config["store"]))
 
 
 def get_configuration_name():

@@ -9,30 +9,54 @@ localrules:
 
 
 rule plan:
+    log:
+        "results/logs/plan.log",
+    conda:
+        ENVIRONMENT
+    resources:
+        mem_mb=4000,
     params:
         plan=PLAN.pack(),
         snakefile=workflow.main_snakefile,
     shell:
-        "show_plan.py --plan {params.plan} --snakefile {params.snakefile:q}"
+        "show_plan.py --plan {params.plan} --snakefile {params.snakefile:q} | tee {log}"
 
 
 rule status:
+    log:
+        "results/logs/status.log",
+    conda:
+        ENVIRONMENT
+    resources:
+        mem_mb=1000,
     params:
         plan=PLAN.pack(),
     shell:
-        "show_status.py --plan {params.plan}"
+        "show_status.py --plan {params.plan} | tee {log}"
 
 
 rule gc:
+    log:
+        "results/logs/gc.log",
+    conda:
+        ENVIRONMENT
+    resources:
+        mem_mb=4000,
     params:
         plan=PLAN.pack(),
         action=config["gc"],
     shell:
-        "collect_garbage.py --plan {params.plan} --action {params.action}"
+        "collect_garbage.py --plan {params.plan} --action {params.action} | tee {log}"
 
 
 rule verify:
+    log:
+        "results/logs/verify.log",
+    conda:
+        ENVIRONMENT
+    resources:
+        mem_mb=4000,
     params:
         plan=PLAN.pack(),
     shell:
-        "verify_store.py --plan {params.plan}"
+        "verify_store.py --plan {params.plan} | tee {log}"
