@@ -4,7 +4,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from . import cli
@@ -62,12 +62,13 @@ def end_future(folder: Path, apart: Path) -> None:
 
     apart: a folder below that is left as it is.
     """
-    now = time.time()
+    now, apart = time.time(), apart.resolve()
     for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not os.path.samefile(Path(parent) / name, apart)]
+        folders[:] = [name for name in folders if (Path(parent) / name).resolve() != apart]
         for path in (Path(parent) / name for name in names):
-            if path.lstat().st_mtime > now:
-                os.utime(path, (now, now), follow_symlinks=False)
+            with suppress(FileNotFoundError):  # another run is at work here
+                if path.lstat().st_mtime > now:
+                    os.utime(path, (now, now), follow_symlinks=False)
 
 
 def sync_file(path: Path) -> None:
