@@ -7,6 +7,7 @@ import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from aerie.stage import Recipe, StageResult, run_stage
 from aerie.store import LAYOUT, RecipeName, Use, check_layout, open_store, record_use, register, root_folder, roots
 
 STORE = Path("results/.store")
-NO_PLAN = SimpleNamespace(recipes={}, recipe_names=lambda: [])
+NO_PLAN: Any = SimpleNamespace(recipes={}, recipe_names=lambda: [])
 LAYERS = (1, 2, 3, 4)
 
 
@@ -311,6 +312,6 @@ def test_the_next_run_looks_for_states_that_were_set_aside():
     recipe = Path("results/.recipes/extract_hidden_states/t/d/c/0123.json")
     recipe.parent.mkdir(parents=True)
     recipe.write_text("{}")
-    plan = SimpleNamespace(recipes={("extract_hidden_states", "t/d/c"): "", ("train_draft", "a"): ""})
+    plan: Any = SimpleNamespace(recipes={("extract_hidden_states", "t/d/c"): "", ("train_draft", "a"): ""})
     damage = verification.Damage(path.relative_to(STORE), "x")
     assert verification.forget_recipes([damage], plan) == ["t/d/c"] and not recipe.exists()

@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,12 +106,20 @@ class Planner:
         self.plan, self.jobs, self.results = plan, jobs, results
         self.store = Path(plan.config["store"])
         check_layout(self.store)
+        self._forecasts: dict[Step, Forecast] = {}
         self._digests: dict[Step, str | Until] = {}
         self._extractions: dict[Step, Extraction | None] = {}
+        self._tables: dict[Path, pd.DataFrame] = {}
+        self._made: dict[str, list[Manifest]] = {}  # by stage: what there is to measure by
         self._runs = {step: run for run in plan.runs.values() for step in plan.steps(run)}
 
     def forecast(self, step: Step) -> Forecast:
         """What a stage would do, and why."""
+        if step not in self._forecasts:
+            self._forecasts[step] = self._forecast(step)
+        return self._forecasts[step]
+
+    def _forecast(self, step: Step) -> Forecast:
         if step not in self.jobs:
             return Forecast("nothing")
         stage, _ = step
@@ -266,10 +273,6 @@ class Planner:
             folder = self.store / "prepare_dataset" / key / "output" if isinstance(key, str) else Path("none")
         return folder if (folder / "samples").is_dir() else None
 
-    @cached_property
-    def _tables(self) -> dict[Path, pd.DataFrame]:
-        return {}
-
     def _lengths(self, folder: Path) -> pd.DataFrame:
         if folder not in self._tables:
             self._tables[folder] = sample_lengths(folder)
@@ -329,9 +332,11 @@ class Planner:
     def _measured(self, step: Step) -> Iterator[Manifest]:
         """Manifests of the same stage and target: this very result's first, then the other runs', then the store's newest."""
         target = self.digest(("fingerprint_target", self._runs[step].target))
-        own = [self.manifest(step), *(self.manifest(other) for other in self._runs if other[0] == step[0])]
-        paths = sorted(self.store.glob(f"{step[0]}/*/manifest.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-        for manifest in [*own, *(_json(path) for path in paths[:_MANIFESTS_LOOKED_AT])]:
+        if step[0] not in self._made:
+            paths = sorted(self.store.glob(f"{step[0]}/*/manifest.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+            stored = [_json(path) for path in paths[:_MANIFESTS_LOOKED_AT]]
+            self._made[step[0]] = [*(self.manifest(other) for other in self._runs if other[0] == step[0]), *stored]
+        for manifest in [self.manifest(step), *self._made[step[0]]]:
             if manifest and (step[0] == "convert_target" or manifest["inputs"].get("target") == target):
                 yield manifest
 
