@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from aerie.errors import AerieError
 from aerie.planning import Planner, Until, differences
 from aerie.status import Status
 
@@ -148,3 +149,22 @@ def test_plan_and_status_work_beside_a_run_and_change_nothing(llama):
     assert "running" in status.text and "made with other settings" in status.text
     assert snapshot(llama.folder / "results") == before
     assert llama.plan() == {"train_draft": 1, "evaluate_draft": 1, "build_report": 1, "write_recipe": 1, "all": 1}
+
+
+def test_states_that_the_disk_cannot_take_are_refused(inside):
+    job = planned(inside)._job(STATES)
+    job.check_disk(1, 1000, inside.folder / "results/.store")
+    with pytest.raises(AerieError, match=r"the hidden states of 7 samples take 1,028\.0 PB, .* free"):
+        job.check_disk(7, 10**15, inside.folder / "results/.store")
+
+
+def test_damaged_states_are_looked_for_by_the_next_run(inside):
+    [shard] = inside.folder.glob("results/.store/hidden_states/*/*.safetensors")
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 1
+    shard.write_bytes(raw)
+    result = inside.run("verify")
+    assert result.code != 0 and "1 of 8" in result.text and "another sha256" in result.text and shard.name in result.text
+    assert not shard.exists()
+    planner = inside.planner()
+    assert planner.forecast(STATES).verdict == "run" and planner.extraction(STATES).missing_samples == 40

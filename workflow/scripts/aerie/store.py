@@ -183,11 +183,11 @@ def free_bytes(store: Path) -> int:
 
 def size_text(size: float) -> str:
     """Bytes for a person: "1.2 GB"."""
-    for unit in ("B", "kB", "MB", "GB"):
+    for unit in ("B", "kB", "MB", "GB", "TB"):
         if size < 1000:
             return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
         size /= 1000
-    return f"{size:,.1f} TB"
+    return f"{size:,.1f} PB"
 
 
 def _read(path: Path) -> dict[str, Any]:
