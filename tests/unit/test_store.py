@@ -170,6 +170,18 @@ def test_unfinished_work_stays_while_its_lock_is_held_or_it_is_referenced():
     assert not found().garbage
 
 
+def test_what_a_job_at_work_uses_stays_when_its_configuration_is_edited_meanwhile():
+    data, data_object = make("data", "d", 1)
+    training, training_object = make("square", "a", 2)
+    register(STORE, ["config.yaml"], {}, [RecipeName("square", "a", "3" * 16)])
+    age(data_object, training_object)
+    assert len(found().garbage) == 2
+    with open(training_object.with_name(f"{training_object.name}.lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert not found().garbage
+    assert {data, training} == set(roots(STORE)[0].uses)
+
+
 def test_the_roots_of_a_store_move_with_the_folder_around_it(folder, monkeypatch):
     name, _ = make("square", "a", 1)
     register(STORE, ["config.yaml"], {}, [name])

@@ -220,3 +220,16 @@ def test_results_copied_to_another_place(edited, tmp_path):
     assert {stage for stage, what in done.items() if what == RUN} <= set(TARGET) and promised(forecast, done)
     edited.draft["training"]["learning_rate"] = 0.002
     assert outcome(edited.run()) == TRAIN
+
+
+def test_damaged_states_are_extracted_again(edited):
+    """verify sets the shard aside and fails; the next run extracts, and finds all that follows in the store."""
+    [shard] = edited.folder.glob("results/.store/hidden_states/*/*.safetensors")
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 1
+    shard.write_bytes(raw)
+    assert edited.workflow.run("verify").code != 0
+    assert promised(edited.forecasts(), {"extract_hidden_states": RUN, **RESTORED_DRAFT})
+    assert outcome(edited.run()) == {"extract_hidden_states": RUN, **RESTORED_DRAFT}
+    result = edited.workflow.run("verify")
+    assert result.code == 0 and "no damage found" in result.text

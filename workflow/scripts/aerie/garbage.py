@@ -74,7 +74,7 @@ class Findings:
 def references(store: Path, plan: Plan, found: Sequence[Root], results: Path = Path("results")) -> References:
     """What registered configurations and the present one use."""
     present = uses_of(root_folder(store))
-    uses = [use for root in found for use in root.used()]
+    uses = [use for root in found for use in root.used().values()]
     uses += [present[name] for name in plan.recipe_names() if name in present]
     uses += [use for step in plan.recipes for use in _use_of_result(step, results)]
     made = References()
@@ -245,11 +245,10 @@ def _samples(remainder: Remainder) -> list[StoredSample]:
 
 def _forget_uses(root: Root) -> None:
     """Removes notes of uses that no configuration names any more and that are older than a day."""
-    named = {tuple(name) for configuration in root.configurations.values() for name in configuration["recipes"]}
-    for stage, name, digest in root.uses:
+    for stage, name, digest in set(root.uses) - set(root.used()):
         path = root.folder / "uses" / stage / name / f"{digest}.json"
         with suppress(FileNotFoundError):
-            if (stage, name, digest) not in named and time.time() - path.stat().st_mtime >= DAY:
+            if time.time() - path.stat().st_mtime >= DAY:
                 path.unlink()
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .configuration import FOLDERS, Plan, Run
-from .files import is_locked
-from .store import RecipeName, Use, check_layout, root_folder, size_text, uses_of
+from .store import RecipeName, Use, check_layout, is_at_work, root_folder, size_text, uses_of
 
 STAGES = {
     "regenerate_responses": "answers",
@@ -45,6 +44,7 @@ class Status:
         self.store = Path(plan.config["store"])
         check_layout(self.store)
         self._uses = uses_of(root_folder(self.store))
+        self._cells: dict[tuple[str, str], str] = {}  # runs share stages
 
     def table(self) -> list[list[str]]:
         """A header, and a row a run: its name, and what is to be said of each stage."""
@@ -56,9 +56,14 @@ class Status:
 
     def cell(self, stage: str, name: str) -> str:
         """What goes on in a stage, or its key figures, or why there are none."""
+        if (stage, name) not in self._cells:
+            self._cells[stage, name] = self._cell(stage, name)
+        return self._cells[stage, name]
+
+    def _cell(self, stage: str, name: str) -> str:
         recipe = json.loads(self.plan.recipes[stage, name])
         use = self._uses.get(RecipeName(stage, name, self.plan.recipe_digest(stage, name)), Use())
-        if any(self._is_running(path) for path in use.paths) or any(map(self._is_extracting, use.captures)):
+        if is_at_work(self.store, use):
             return f"running{self._progress(stage, name)}"
         manifest = self._manifest(stage, name)
         if manifest and (manifest["settings"], manifest["version"]) == (recipe["settings"], recipe["version"]):
@@ -66,12 +71,6 @@ class Status:
         if any((self.store / f"{path}.partial").exists() for path in use.paths):
             return "unfinished"
         return "made with other settings" if manifest else "to do"
-
-    def _is_running(self, path: str) -> bool:
-        return is_locked(self.store / f"{path}.lock")
-
-    def _is_extracting(self, capture: str) -> bool:
-        return any(map(is_locked, (self.store / "hidden_states" / capture / ".locks").glob("*")))
 
     def _manifest(self, stage: str, name: str) -> dict[str, Any]:
         try:

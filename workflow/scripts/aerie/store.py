@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .errors import AerieError
-from .files import write_atomically
+from .files import is_locked, write_atomically
 from .keys import digest_of
 
 LAYOUT = 1  # raised when an older Aerie could misread the store, or this one an older store
@@ -90,6 +90,13 @@ class Use:
     captures: dict[str, str] = field(default_factory=dict)
 
 
+def is_at_work(store: Path, use: Use) -> bool:
+    """Whether a job that has this use is running."""
+    locks = [store / f"{path}.lock" for path in use.paths]
+    locks += [lock for capture in use.captures for lock in (store / "hidden_states" / capture / ".locks").glob("*")]
+    return any(map(is_locked, locks))
+
+
 class Root(NamedTuple):
     """A working directory that used the store. configurations: as `register` wrote them, by file; uses: by recipe."""
 
@@ -97,10 +104,12 @@ class Root(NamedTuple):
     configurations: dict[Path, dict[str, Any]]
     uses: dict[RecipeName, Use]
 
-    def used(self) -> list[Use]:
-        """The uses that a registered configuration has."""
+    def used(self) -> dict[RecipeName, Use]:
+        """The uses that a registered configuration has; all, while a job is at work, which may have been edited away since."""
+        store = self.folder.parents[1]
         names = {RecipeName(*name) for configuration in self.configurations.values() for name in configuration["recipes"]}
-        return [use for name, use in self.uses.items() if name in names]
+        busy = any(is_at_work(store, use) for name, use in self.uses.items() if name not in names)
+        return {name: use for name, use in self.uses.items() if busy or name in names}
 
 
 def root_folder(store: Path) -> Path:
