@@ -16,12 +16,17 @@ include: "workflow/rules/datasets.smk"
 include: "workflow/rules/hidden_states.smk"
 include: "workflow/rules/drafts.smk"
 include: "workflow/rules/evaluations.smk"
+include: "workflow/rules/store.smk"
 
 
 rule all:
     default_target: True
     input:
         get_final_files(),
+
+
+onstart:
+    prepare_run()
 
 
 onsuccess:

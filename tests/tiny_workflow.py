@@ -1,5 +1,6 @@
 """A complete workflow on a tiny target in a folder of its own: what the workflow tests edit, plan and run."""
 
+import contextlib
 import copy
 import json
 import os
@@ -12,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from snakemake.utils import validate
 
-from checkout import ROOT
+from aerie.configuration import Plan, read_versions
+from aerie.planning import Planner, parse_dry_run
+from checkout import ROOT, SCRIPTS
 
 CONFIG: dict[str, Any] = {
     "runs": "config/runs.tsv",
@@ -59,6 +63,29 @@ class TinyWorkflow:
         result = self.run("-n", *arguments)
         assert result.code == 0, result.text
         return result.rules
+
+    def planner(self, *arguments: str, scripts: Path = SCRIPTS) -> Planner:
+        """What `snakemake plan` prints from, over a dry run with these arguments. Use it in this workflow's folder."""
+        result = self.run("-n", *arguments)
+        assert result.code == 0, result.text
+        plan = self.resolved(scripts)
+        with contextlib.chdir(self.folder):
+            return Planner(plan, parse_dry_run(result.text, plan))
+
+    def resolved(self, scripts: Path = SCRIPTS) -> Plan:
+        """The configuration with its defaults, as the Snakefile makes it."""
+        config = copy.deepcopy(self.config)
+        validate(config, schema=str(ROOT / "workflow/schemas/config.schema.yaml"))
+        with contextlib.chdir(self.folder):
+            return Plan(config, read_versions(scripts), False)
+
+    def forecasts(self, *arguments: str, scripts: Path = SCRIPTS) -> dict[str, str]:
+        """{stage: verdict} of every stage of run a that is not said to do nothing, by `snakemake plan`'s means."""
+        planner = self.planner(*arguments, scripts=scripts)
+        with contextlib.chdir(self.folder):
+            steps = planner.plan.steps(planner.plan.runs["a"])
+            verdicts = {step[0]: planner.forecast(step).verdict for step in steps}
+        return {stage: verdict for stage, verdict in verdicts.items() if verdict != "nothing"}
 
     def manifest(self, *parts: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.folder.joinpath("results", *parts, "manifest.json").read_text())

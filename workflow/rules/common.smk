@@ -1,3 +1,4 @@
+import os
 import re
 import sys
 from pathlib import Path
@@ -8,29 +9,21 @@ SCRIPTS = f"{workflow.basedir}/workflow/scripts"
 sys.path.insert(0, SCRIPTS)
 
 from aerie.cli import put_on_path
-from aerie.configuration import Plan
+from aerie.configuration import Plan, read_versions
 from aerie.devices import has_driver
 from aerie.errors import AerieError
+from aerie.files import end_future
 from aerie.sources import Source
+from aerie.store import register
 from aerie.targets import PATTERNS
 
 # Rules call the commands by name; they run with Snakemake's interpreter, whether or not its environment is activated.
 put_on_path(Path(sys.executable).parent, Path(SCRIPTS))
 
 
-def get_versions():
-    """{stage: VERSION}, read from the text of each stage's command; importing it would import vLLM."""
-    versions = {}
-    for path in sorted(Path(SCRIPTS).glob("*.py")):
-        found = re.search(r"^VERSION = (\d+)", path.read_text(), re.MULTILINE)
-        if found:
-            versions[path.stem] = int(found[1])
-    return versions
-
-
 validate(config, schema="../schemas/config.schema.yaml")
 try:
-    PLAN = Plan(config, get_versions(), has_driver())
+    PLAN = Plan(config, read_versions(Path(SCRIPTS)), has_driver())
 except AerieError as error:
     raise WorkflowError(str(error))
 ENVIRONMENT = f"{workflow.basedir}/envs/{'cuda' if PLAN.has_gpu else 'cpu'}.yaml"
@@ -82,9 +75,35 @@ def get_engine_threads(wildcards):
     )
 
 
+def is_utility():
+    """Whether only plan, status, gc or verify is asked for."""
+    targets = workflow.dag_settings.targets
+    return bool(targets) and set(targets) <= {"plan", "status", "gc", "verify"}
+
+
+def prepare_run():
+    """Notes in the store that this configuration uses it, before the first job does; sets files of the future to now."""
+    if not is_utility():
+        try:
+            register(
+                Path(config["store"]), *get_configuration_name(), PLAN.recipe_names()
+            )
+        except AerieError as error:
+            raise WorkflowError(str(error))
+        end_future(Path("results"), Path(config["store"]))
+
+
+def get_configuration_name():
+    """The configuration's files, and what the command line set beside them."""
+    files = workflow.config_settings.configfiles or workflow.configfiles
+    return [os.path.relpath(file) for file in files], dict(
+        workflow.config_settings.config
+    )
+
+
 def print_summary():
     """Shows the runs' key figures at the end of a run."""
-    if Path("results/summary.txt").exists():
+    if not is_utility() and Path("results/summary.txt").exists():
         print(Path("results/summary.txt").read_text())
 
 

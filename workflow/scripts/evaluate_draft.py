@@ -28,7 +28,8 @@ from aerie.devices import lease
 from aerie.errors import AerieError
 from aerie.evaluation import EvaluationPrompt, Half
 from aerie.keys import digest_of, file_sha256
-from aerie.stage import Recipe, StageResult, locked, read_manifest, run_stage, versions, write_atomically
+from aerie.provenance import versions
+from aerie.stage import Recipe, StageResult, locked, read_manifest, run_stage, write_atomically
 from aerie.targets import Target
 
 VERSION = 1

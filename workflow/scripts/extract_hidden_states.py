@@ -6,7 +6,6 @@ parts, whatever their number, does everything once. With nothing to do the targe
 """
 
 import argparse
-import shutil
 import time
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from aerie import cli
 from aerie.devices import lease
 from aerie.errors import AerieError
 from aerie.extraction import Job, Outcome, SampleSet
-from aerie.hidden_states import HiddenStateStore, bucket_of, part_of, row_bytes, write_table
+from aerie.hidden_states import HiddenStateStore, bucket_of, part_of, write_table
 from aerie.stage import Recipe, kept_log
 from aerie.targets import Target
 
@@ -46,7 +45,7 @@ def main(args: argparse.Namespace) -> None:
             lacking = wanted - set(store.known()["sample_key"])
             if lacking:
                 samples = samples_of(args.dataset, lacking)
-                check_disk(job, samples, args.store)
+                job.check_disk(len(samples), int(samples.tokens.sum()), args.store)
                 store.remove_stale()
                 attempt = store.folder / "attempts" / time.strftime(f"%Y%m%dT%H%M%S-part-{args.part}-of-{args.parts}.log", time.gmtime())
                 with kept_log(args.log, attempt), lease(recipe.runtime["gpus"], args.gpus):
@@ -70,17 +69,6 @@ def samples_of(dataset: Path, keys: set[str]) -> SampleSet:
             f"{len(unknown):,} missing samples are not in {dataset} ({min(unknown)}, …): it has changed since. Run snakemake again."
         )
     return samples
-
-
-def check_disk(job: Job, samples: SampleSet, store: Path) -> None:
-    """AerieError where the states will not fit on the store's file system."""
-    needed = int(samples.tokens.sum()) * row_bytes(len(job.layer_ids), job.target.hidden_size, job.stored_dtype)
-    free = shutil.disk_usage(store).free
-    if needed > free:
-        raise AerieError(
-            f"the hidden states of {len(samples):,} samples take {needed / 1e9:,.1f} GB, {store} has {free / 1e9:,.1f} GB free. "
-            "Make room, set another store, fewer max_samples, or stored_dtype float8_e4m3."
-        )
 
 
 def extract(job: Job, samples: SampleSet, store: HiddenStateStore) -> Outcome:

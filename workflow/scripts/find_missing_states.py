@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Lists the samples of a dataset whose hidden states the store lacks: sample_key and tokens.
 
-Loads no model. A sample that the target cannot take is refused here, by name.
+Loads no model. A sample that the target cannot take is refused here, by name, and states that the disk cannot take.
 """
 
 import argparse
@@ -12,7 +12,8 @@ import pandas as pd
 from aerie import cli
 from aerie.extraction import Job, SampleSet
 from aerie.hidden_states import HiddenStateStore, write_table
-from aerie.stage import Recipe
+from aerie.stage import Recipe, read_manifest
+from aerie.store import Use, open_store, record_use
 from aerie.targets import Target
 
 
@@ -27,12 +28,16 @@ def main(args: argparse.Namespace) -> None:
     job = Job.of(Recipe.read(args.recipe), Target.read(args.target))
     samples = SampleSet.of_dataset(args.dataset)
     samples.check(job.max_tokens)
+    open_store(args.store)
+    dataset = f"prepare_dataset/{read_manifest(args.dataset)['key']}"
+    record_use(args.store, args.recipe, Use(captures={job.capture_key: dataset}))
     known = set(HiddenStateStore(args.store, job.capture_key).known()["sample_key"])
     wanted = pd.DataFrame({"sample_key": samples.keys, "tokens": samples.tokens}).drop_duplicates("sample_key")
     missing = wanted[~wanted["sample_key"].isin(known)].sort_values("sample_key", ignore_index=True)
     write_table(missing, args.output)
     found, tokens = len(wanted) - len(missing), int(missing["tokens"].sum())
     cli.say(f"hidden states: {found:,} of {len(wanted):,} samples are in the store, {tokens:,} tokens to extract")
+    job.check_disk(len(missing), tokens, args.store)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ import pandas as pd
 from aerie import cli
 from aerie.errors import AerieError
 from aerie.extraction import Job, SampleSet
-from aerie.hidden_states import HiddenStateStore, Shard, row_bytes, samples_table, write_table
+from aerie.hidden_states import HiddenStateStore, Shard, samples_table, write_table
 from aerie.keys import digest_of, file_sha256
-from aerie.stage import Recipe, read_manifest, versions, write_atomically
+from aerie.provenance import versions
+from aerie.stage import Recipe, read_manifest, write_atomically
 from aerie.targets import Target
 
 
@@ -37,7 +38,7 @@ def main(args: argparse.Namespace) -> None:
     path = args.output / "index.parquet"
     write_table(index, path)
     digest = digest_of({"capture_key": job.capture_key, "sample_keys": keys})
-    found = figures(index, shards, row_bytes(len(job.layer_ids), target.hidden_size, job.stored_dtype))
+    found = figures(index, shards, job.row_bytes)
     manifest = {
         "stage": recipe.stage,
         "version": recipe.version,

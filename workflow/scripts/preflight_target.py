@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from aerie import cli
 from aerie.chat import Conversation, render
 from aerie.errors import AerieError, describe
-from aerie.stage import Recipe, versions, write_atomically
+from aerie.provenance import versions
+from aerie.stage import Recipe, write_atomically
 from aerie.targets import Target, head_names, weight_map
 
 VERSION = 1

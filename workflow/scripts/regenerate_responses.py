@@ -63,12 +63,19 @@ def main(args: argparse.Namespace) -> None:
         with lease(recipe.runtime.get("gpus", 0), args.gpus):
             return regenerate(recipe, target, sources, args.store, out)
 
-    manifest = run_stage(recipe, VERSION, inputs, args.output, args.store, compute, args.log)
+    answers = [f"answers/{answers_key(recipe, target)}"]
+    manifest = run_stage(recipe, VERSION, inputs, args.output, args.store, compute, args.log, answers)
     figures = manifest["figures"]
     cli.say(
         f"regenerate: {figures['kept']:,} of {figures['prompts']:,} conversations kept, "
         f"dropped {json.dumps(figures['dropped'])}, shortened {json.dumps(figures['shortened'])}"
     )
+
+
+def answers_key(recipe: Recipe, target: Target) -> str:
+    """Key of the folder of the store that keeps a target's answers under these settings."""
+    how = {name: recipe.settings.get(name) for name in ANSWER_SETTINGS}
+    return digest_of({"version": VERSION, "target": target.digest, "settings": how})
 
 
 def regenerate(recipe: Recipe, target: Target, sources: Sequence[Source], store: Path, out: Path) -> StageResult:
@@ -83,9 +90,7 @@ def regenerate(recipe: Recipe, target: Target, sources: Sequence[Source], store:
         raise AerieError(
             f"no prompt to answer in {', '.join(source.name for source in sources)}; rows were rejected for: {', '.join(reasons) or 'no rows'}"
         )
-    how = {name: settings.get(name) for name in ANSWER_SETTINGS}
-    answers_key = digest_of({"version": VERSION, "target": target.digest, "settings": how})
-    answer_store = AnswerStore(store / "answers" / answers_key)
+    answer_store = AnswerStore(store / "answers" / answers_key(recipe, target))
     with answer_store.locked():
         answered = answer_store.read(prompt.key for prompt in prompts)
         missing = [prompt for prompt in prompts if prompt.key not in answered]

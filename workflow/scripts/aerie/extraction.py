@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from .errors import AerieError, describe
-from .hidden_states import VERSION, Capture, capture_key
+from .hidden_states import VERSION, Capture, capture_key, row_bytes
 from .keys import sample_key
+from .provenance import provenance
 from .samples import load_samples
-from .stage import Recipe, versions
+from .stage import Recipe
+from .store import free_bytes, size_text
 from .targets import Target
 
 SHARD_BYTES = 256 * 2**20
@@ -79,15 +81,31 @@ class Job:
         limits = [self.target.max_positions, self.engine_options.get("max_model_len")]
         return min((int(limit) for limit in limits if limit), default=2**31)
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that a token's states take."""
+        return row_bytes(len(self.layer_ids), self.target.hidden_size, self.stored_dtype)
+
+    def check_disk(self, samples: int, tokens: int, store: Path) -> None:
+        """AerieError where the states of so many samples and tokens will not fit on the store's file system."""
+        needed, free = tokens * self.row_bytes, free_bytes(store)
+        if needed > free:
+            raise AerieError(
+                f"the hidden states of {samples:,} samples take {size_text(needed)}, {store} has {size_text(free)} free. "
+                "Make room (`snakemake gc`), set another store, fewer max_samples, or stored_dtype float8_e4m3."
+            )
+
     def capture(self) -> Capture:
+        origin = provenance()
         return Capture(
             key=self.capture_key,
             layer_ids=self.layer_ids,
             stored_dtype=self.stored_dtype,
             compute_dtype=self.compute_dtype,
             engine=self.engine,
-            versions=versions(),
+            versions=origin.pop("versions"),
             engine_options=self.engine_options | {"tensor_parallel": self.tensor_parallel},
+            provenance=origin,
         )
 
 

@@ -7,7 +7,7 @@
     scales         [tokens, layers] float32     only for float8_e4m3: value = stored * scale
     hidden_states  [tokens, layers, hidden]     float32, bfloat16 or float8_e4m3; layers in ascending id
 
-The header's metadata carries the sample keys, the capture (key, layer ids, dtypes, engine), versions, and the seconds
+The header's metadata carries the sample keys, the capture (key, layer ids, dtypes, engine, versions, provenance) and the seconds
 that the extraction of these tokens took. A file's name is the sha256 of its bytes (32 hex digits), so `sha256sum` finds
 damage; a shorter or longer file than its header promises is never read.
 """
@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,8 +32,9 @@ import pandas as pd
 
 from . import cli
 from .errors import AerieError
-from .keys import canonical_json, digest_of, sample_key
-from .stage import read_manifest, sync_file, sync_folder
+from .files import sync_file, sync_folder
+from .keys import canonical_json, digest_of, file_sha256, sample_key
+from .stage import read_manifest
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +46,8 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float8_e4m3": 1}
 _FLOAT8_MAX = 448.0
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _STALE_SECONDS = 60
-_REMEDY = "Delete this shard and run `snakemake --forcerun find_missing_states`; only its samples are extracted anew."
+_CHECKED_BYTES = 64 * 2**20
+REMEDY = "Delete this shard and run `snakemake --forcerun find_missing_states`; only its samples are extracted anew."
 
 
 def capture_key(
@@ -144,6 +146,12 @@ class Capture:
     engine: str
     versions: dict[str, str]
     engine_options: dict[str, Any]
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def header(self) -> dict[str, Any]:
+        """What a shard's metadata says of it."""
+        known = {name: value for name, value in vars(self).items() if name != "provenance" or value}
+        return known | {"layer_ids": list(self.layer_ids), "version": VERSION}
 
 
 @dataclass(frozen=True)
@@ -170,6 +178,30 @@ class Shard:
         with open(self.path, "rb") as file:
             file.seek(self.data_start + self.offsets.nbytes)
             return np.frombuffer(file.read(4 * self.tokens), dtype="<i4")
+
+    def check(self) -> None:
+        """Reads all of the shard; DamagedShard where its bytes are not its name's, its ids not its keys' or a value not finite."""
+        if self.path.stem != file_sha256(self.path)[:32]:
+            raise DamagedShard(f"{self.path}: its bytes have another sha256 than its name says. {REMEDY}")
+        ids = self.token_ids()
+        for i, key in enumerate(self.keys):
+            if sample_key(ids[self.offsets[i] : self.offsets[i + 1]]) != key:
+                raise DamagedShard(f"{self.path}: its token ids are not those of sample {key}. {REMEDY}")
+        layout = _layout(len(self.keys), self.tokens, self.layers, self.hidden_size, self.stored_dtype)
+        for name in {"scales", "hidden_states"} & set(layout):
+            start, end = layout[name]["data_offsets"]
+            for first in range(start, end, _CHECKED_BYTES):
+                size = min(_CHECKED_BYTES, end - first)
+                if not _all_finite(np.fromfile(self.path, np.uint8, size, offset=self.data_start + first), layout[name]["dtype"]):
+                    raise DamagedShard(f"{self.path}: its {name} hold infinities or NaN. {REMEDY}")
+
+
+def _all_finite(raw: np.ndarray, dtype: str) -> bool:
+    """Whether values given as bytes are finite. bfloat16 has all exponent bits set where not, float8_e4m3 all bits but the sign."""
+    if dtype == "F32":
+        return bool(np.isfinite(raw.view("<f4")).all())
+    bits, mask = (raw.view("<u2"), 0x7F80) if dtype == "BF16" else (raw, 0x7F)
+    return not bool(((bits & mask) == mask).any())
 
 
 class DamagedShard(AerieError):
@@ -214,7 +246,7 @@ def read_shard(path: Path) -> Shard:
             data_start=8 + length,
         )
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise DamagedShard(f"{path}: this shard of hidden states cannot be read: {str(error) or repr(error)}. {_REMEDY}") from error
+        raise DamagedShard(f"{path}: this shard of hidden states cannot be read: {str(error) or repr(error)}. {REMEDY}") from error
 
 
 def _layout(samples: int, tokens: int, layers: int, hidden_size: int, stored_dtype: str) -> dict[str, Any]:
@@ -278,7 +310,7 @@ class HiddenStateStore:
         metadata = {
             "format": "aerie hidden states",
             "sample_keys": canonical_json([sample.key for sample in samples]),
-            "capture": canonical_json(vars(capture) | {"layer_ids": list(capture.layer_ids), "version": VERSION}),
+            "capture": canonical_json(capture.header()),
             "seconds": f"{seconds:.6f}",
         }
         header = json.dumps({"__metadata__": metadata, **layout}, separators=(",", ":")).encode()
@@ -321,7 +353,7 @@ class HiddenStateStore:
             ids = shard.token_ids()
             for key, sample in zip(rows["sample_key"], rows["sample"], strict=True):
                 if shard.keys[sample] != key or sample_key(ids[shard.offsets[sample] : shard.offsets[sample + 1]]) != key:
-                    raise DamagedShard(f"{shard.path}: its token ids are not those of sample {key}. {_REMEDY}")
+                    raise DamagedShard(f"{shard.path}: its token ids are not those of sample {key}. {REMEDY}")
 
     def remove_stale(self) -> None:
         """Removes what killed writers left: temporary files that nobody holds a lock on."""
@@ -398,6 +430,14 @@ def _bytes_of(tensor: "torch.Tensor") -> memoryview:
     return memoryview(tensor.contiguous().view(torch.uint8).numpy().reshape(-1))
 
 
+def _places(table: pd.DataFrame) -> dict[str, tuple[str, int, int]]:
+    """{sample key: (shard, position, tokens)} of a samples table."""
+    return {
+        key: (shard, int(sample), int(tokens))
+        for key, shard, sample, tokens in zip(table["sample_key"], table["shard"], table["sample"], table["tokens"], strict=True)
+    }
+
+
 class StatesIndex:
     """The hidden states of one dataset, by sample key: results/hidden_states/{target}/{dataset}/{capture}/.
 
@@ -412,12 +452,9 @@ class StatesIndex:
         self.layer_ids: list[int] = manifest["layer_ids"]
         self.stored_dtype: str = manifest["settings"]["stored_dtype"]
         self.max_open = max_open
-        self._shard_folder = HiddenStateStore(store_root, self.capture_key).folder
-        table = pd.read_parquet(Path(folder) / "index.parquet")
-        self._places = {
-            key: (shard, int(sample), int(tokens))
-            for key, shard, sample, tokens in zip(table["sample_key"], table["shard"], table["sample"], table["tokens"], strict=True)
-        }
+        self._store = HiddenStateStore(store_root, self.capture_key)
+        self._shard_folder = self._store.folder
+        self._places = _places(pd.read_parquet(Path(folder) / "index.parquet"))
         self._open: OrderedDict[str, tuple[Any, np.ndarray]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -453,7 +490,7 @@ class StatesIndex:
         file, rows = self._rows(key)
         ids: np.ndarray = file.get_slice("token_ids")[rows].numpy()
         if sample_key(ids) != key:
-            raise DamagedShard(f"{self._shard_folder / self._place(key)[0]}: its token ids are not those of sample {key}. {_REMEDY}")
+            raise DamagedShard(f"{self._shard_folder / self._place(key)[0]}: its token ids are not those of sample {key}. {REMEDY}")
         return ids
 
     def _place(self, key: str) -> tuple[str, int, int]:
@@ -465,14 +502,21 @@ class StatesIndex:
             ) from None
 
     def _rows(self, key: str) -> tuple[Any, slice]:
+        if not self._is_there(self._place(key)[0]):
+            # `snakemake gc` packs what is left of a shard into another; the states are the same.
+            known = self._store.known()
+            self._places |= _places(known[known["sample_key"].isin(self._places)])
         name, sample, tokens = self._place(key)
         file, offsets = self._shard(name)
         start, end = int(offsets[sample]), int(offsets[sample + 1])
         if end - start != tokens:
             raise DamagedShard(
-                f"{self._shard_folder / name}: sample {key} has {end - start} tokens there, and {tokens} in the index. {_REMEDY}"
+                f"{self._shard_folder / name}: sample {key} has {end - start} tokens there, and {tokens} in the index. {REMEDY}"
             )
         return file, slice(start, end)
+
+    def _is_there(self, name: str) -> bool:
+        return name in self._open or (self._shard_folder / name).exists()
 
     def _shard(self, name: str) -> tuple[Any, np.ndarray]:
         with self._lock:

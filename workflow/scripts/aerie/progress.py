@@ -36,9 +36,9 @@ class Progress:
         rate = (self.count - self.first) / seconds
         parts = [f"{self.what}: {self.count:,}/{self.total:,} {self.unit}", f"{rate:,.1f} {self.unit}/s"]
         if self.count < self.total and rate > 0:
-            parts.append(f"{_duration((self.total - self.count) / rate)} left")
+            parts.append(f"{duration((self.total - self.count) / rate)} left")
         else:
-            parts.append(f"{_duration(seconds)} taken")
+            parts.append(f"{duration(seconds)} taken")
         parts += [f"{name} {value}" for name, value in extra.items()]
         line = ", ".join(parts)
         print(line, file=cli.terminal(), flush=True)
@@ -46,7 +46,8 @@ class Progress:
             print(line, file=sys.stderr, flush=True)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds for a person: "1 h 05 min"."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"

@@ -149,11 +149,14 @@ def summary_rows(runs: Iterable[RunResults]) -> list[tuple[str, ...]]:
 
 def summary_text(runs: Sequence[RunResults]) -> str:
     """The summary as an aligned table for a terminal, with what it says about speed below."""
-    table = [SUMMARY_HEADER, *summary_rows(runs)]
-    widths = [max(len(row[column]) for row in table) for column in range(len(SUMMARY_HEADER))]
+    return "\n".join([*aligned([SUMMARY_HEADER, *summary_rows(runs)]), *verdicts(runs)]) + "\n"
+
+
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table of texts for a terminal; its first row is the header."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in table]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([*lines, *verdicts(runs)]) + "\n"
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
 
 
 def verdicts(runs: Iterable[RunResults]) -> list[str]:

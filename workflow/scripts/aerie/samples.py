@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from .errors import AerieError
 from .keys import sample_key
@@ -81,6 +82,20 @@ def write_samples(samples: Iterable[Sample], folder: Path) -> str:
     Dataset(MemoryMappedTable.from_file(str(table)), fingerprint=digest[:16]).save_to_disk(folder)
     table.unlink()
     return digest
+
+
+def sample_lengths(folder: Path) -> pd.DataFrame:
+    """sample_key and tokens of a dataset's distinct samples, without reading them or importing `datasets`."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    parts = []
+    for path in sorted((folder / "samples").glob("*.arrow")):
+        table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+        parts.append(pd.DataFrame({"sample_key": table["sample_key"].to_pandas(), "tokens": pc.list_value_length(table["input_ids"])}))
+    if not parts:
+        raise AerieError(f"{folder}: no samples there; prepare_dataset has not finished. Run snakemake.")
+    return pd.concat(parts, ignore_index=True).drop_duplicates("sample_key", ignore_index=True)
 
 
 def load_samples(folder: Path) -> "Dataset":

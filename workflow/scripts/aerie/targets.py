@@ -203,22 +203,44 @@ def fingerprint(name: str, location: dict[str, str], trust_remote_code: bool, ca
 
     cache: folder that keeps hashes by path, size, mtime, ctime and inode.
     """
-    folder = locate(location)
-    paths = sorted({path for pattern in PATTERNS for path in folder.glob(pattern)})
-    files = {path.name: {"sha256": _content_hash(path, cache), "bytes": path.stat().st_size} for path in paths}
-    digest = digest_of({file: entry["sha256"] for file, entry in files.items()})
+    paths = target_files(locate(location))
+    hashes = {path.name: _content_hash(path, cache) for path in paths}
+    files = {path.name: {"sha256": hashes[path.name], "bytes": path.stat().st_size} for path in paths}
+    digest = fingerprint_digest(hashes)
     return {"name": name, "digest": digest, "location": location, "trust_remote_code": trust_remote_code, "files": files}
 
 
-def _content_hash(path: Path, cache: Path) -> str:
-    """sha256 of a file. The hub cache names large blobs by it; other files are hashed once for each state on disk."""
+def target_files(folder: Path) -> list[Path]:
+    """The files of a model's folder that decide its fingerprint."""
+    return sorted({path for pattern in PATTERNS for path in folder.glob(pattern)})
+
+
+def fingerprint_digest(hashes: dict[str, str]) -> str:
+    """A target's digest from the sha256 of each of its files, by name."""
+    return digest_of(hashes)
+
+
+def known_hash(path: Path, cache: Path) -> str | None:
+    """sha256 of a file if it need not be read for that: it is the name of a large blob in the hub's cache, or in our cache."""
     real = path.resolve()
     if real.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", real.name):
         return real.name
+    known = _cached(real, cache)
+    return known.read_text() if known.exists() else None
+
+
+def _content_hash(path: Path, cache: Path) -> str:
+    """sha256 of a file, which is hashed once for each of its states on disk."""
+    found = known_hash(path, cache)
+    if found is None:
+        found = file_sha256(path)
+        known = _cached(path.resolve(), cache)
+        known.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(known, found)
+    return found
+
+
+def _cached(real: Path, cache: Path) -> Path:
     stat = real.stat()
     state = digest_of([str(real), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino])
-    known = cache / state[:2] / state
-    if not known.exists():
-        known.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(known, file_sha256(real))
-    return known.read_text()
+    return cache / state[:2] / state

@@ -1,0 +1,170 @@
+"""snakemake plan and status: what they promise, why, and that they change nothing. The full edit matrix is in test_edit_matrix.py."""
+
+import contextlib
+import fcntl
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from aerie.errors import AerieError
+from aerie.planning import Planner, Until, differences
+from aerie.status import Status
+
+pytestmark = pytest.mark.xdist_group("workflow")  # one worker, so that the finished run is made once
+STATES = ("extract_hidden_states", "tiny/talk/default_float32")
+
+
+@pytest.fixture
+def inside(llama):
+    """The finished workflow, with its folder as the working directory."""
+    with contextlib.chdir(llama.folder):
+        yield llama
+
+
+def planned(workflow, jobs=()):
+    """A planner as if Snakemake wanted to run these steps."""
+    plan = workflow.resolved()
+    return Planner(plan, {step: ["why not"] for step in jobs})
+
+
+def kept_steps(plan):
+    return [step for step in plan.steps(plan.runs["a"]) if step[0] not in ("fingerprint_target", "preflight_target")]
+
+
+def test_keys_are_those_that_the_stages_made(inside):
+    """Each stage's key, worked out from the configuration and the digests of its inputs, is its manifest's."""
+    planner = planned(inside)
+    steps = [step for step in kept_steps(planner.plan) if step != STATES]
+    assert len(steps) == 5
+    for step in steps:
+        assert planner.key(step) == planner.manifest(step)["key"], step
+    planner = planned(inside, planner.plan.recipes)  # everything is due: nothing is taken from results/
+    for step in kept_steps(planner.plan):
+        assert planner.digest(step) == planner.manifest(step)["digest"], step
+        assert planner.forecast(step).verdict == "restore"
+    assert planner.digest(("fingerprint_target", "tiny")) == json.loads(Path("results/targets/tiny/fingerprint.json").read_text())["digest"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "verdicts", "stage", "why"),
+    [
+        (
+            lambda config: config["drafts"]["eagle3"].update(vocab_size=150),
+            {"map_vocabulary": "run", "train_draft": "unknown", "evaluate_draft": "unknown"},
+            "map_vocabulary",
+            "vocab_size 200 → 150",
+        ),
+        (
+            lambda config: config["drafts"]["eagle3"].update(aux_layer_ids=[1, 3, 6]),
+            {"preflight_target": "run", "extract_hidden_states": "run", "train_draft": "run", "evaluate_draft": "unknown"},
+            "train_draft",
+            "aux_layer_ids null → [1, 3, 6]; hidden_states changed",
+        ),
+        (
+            lambda config: config["datasets"]["talk"].update(max_length=100),
+            {"prepare_dataset": "run"}
+            | dict.fromkeys(["extract_hidden_states", "map_vocabulary", "train_draft", "evaluate_draft"], "unknown"),
+            "extract_hidden_states",
+            "until prepare_dataset has run",
+        ),
+        (
+            lambda config: config.update(extraction={"parts": 4}),
+            dict.fromkeys(["extract_hidden_states", "train_draft", "evaluate_draft"], "restore"),
+            "extract_hidden_states",
+            "parts 1 → 4",
+        ),
+    ],
+    ids=["vocabulary", "layers", "length", "parts"],
+)
+def test_an_edit_is_told_with_its_reason(inside, edit, verdicts, stage, why):
+    edit(inside.config)
+    inside.write()
+    planner = inside.planner()
+    forecasts = {step[0]: planner.forecast(step) for step in planner.plan.steps(planner.plan.runs["a"])}
+    assert {name: found.verdict for name, found in forecasts.items() if found.verdict != "nothing"} == verdicts
+    assert forecasts[stage].why == why
+
+
+def test_missing_states_are_counted_with_their_bytes(inside):
+    shutil.rmtree("results/.store/hidden_states")
+    planner = planned(inside, [STATES])
+    found = planner.extraction(STATES)
+    figures = planner.manifest(STATES)["figures"]
+    assert (found.missing_samples, found.missing_tokens) == (figures["samples"], figures["tokens"]) == (found.samples, found.tokens)
+    assert found.missing_bytes == figures["bytes"] == figures["tokens"] * (4 * 64 * 4 + 4)  # 4 layers of 64 float32, and an id
+    assert planner.seconds(STATES) == pytest.approx(figures["tokens"] / figures["tokens_per_second"])
+    text = "\n".join(planner.lines())
+    assert f"the store lacks the states of {figures['samples']}" in text and "free on the disk" in text
+    assert "`snakemake --forcerun find_missing_states`" in "\n".join(planned(inside).lines())
+
+
+def test_a_source_that_is_not_there_yet_leaves_its_stages_unknown(inside):
+    planner = planned(inside, [step for step in inside.resolved().recipes])
+    (inside.folder / "talk.jsonl").unlink()
+    assert planner.key(("prepare_dataset", "tiny/talk")) == Until("fetch_package_file")
+
+
+def test_differences_name_the_setting():
+    assert differences({"a": {"b": 1, "c": [1]}}, {"a": {"b": 2, "c": [1]}, "d": None}) == ["a.b 1 → 2"]
+    assert differences({"x": None}, {"x": "y"}) == ['x null → "y"']
+
+
+def test_status_tells_what_is_done_unfinished_and_running(inside):
+    header, row = Status(inside.resolved()).table()
+    cells = dict(zip(header, row, strict=True))
+    figures = inside.manifest("datasets", "tiny", "talk")["figures"]
+    assert cells["run"] == "a" and cells["dataset"] == f"{figures['samples']} samples, {figures['tokens']:,} tokens"
+    assert cells["evaluation"].startswith("acceptance length")
+    key = inside.manifest("drafts", "a")["key"]
+    store = inside.folder / "results/.store/train_draft"
+    (store / key).rename(store / f"{key}.partial")
+    shutil.rmtree("results/drafts/a")
+    (inside.folder / "results/logs/train_draft/a.log").write_text("train_draft: 30/120 steps, 2.0 steps/s, 45 s left, loss 1.5\n")
+    assert Status(inside.resolved()).table()[1][5] == "unfinished"
+    with open(store / f"{key}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert Status(inside.resolved()).table()[1][5] == "running, 30/120 steps, 2.0 steps/s, 45 s left, loss 1.5"
+    inside.config["evaluation"]["max_new_tokens"] = 8
+    assert Status(inside.resolved()).table()[1][5:] == ["unfinished", "made with other settings"]
+
+
+def snapshot(folder):
+    paths = [path for path in sorted(folder.rglob("*")) if "logs" not in path.parts and path.is_file()]
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in paths}
+
+
+def test_plan_and_status_work_beside_a_run_and_change_nothing(llama):
+    llama.config["drafts"]["eagle3"]["training"]["learning_rate"] = 0.002
+    llama.write()
+    before = snapshot(llama.folder / "results")
+    with open(next((llama.folder / "results/.store/hidden_states").glob("*/.locks/00")), "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        plan, status = llama.run("plan"), llama.run("status")
+    assert plan.code == status.code == 0, plan.text + status.text
+    assert "train_draft            run      training.learning_rate 0.001 → 0.002" in plan.text
+    assert "evaluate_draft         unknown  until train_draft has run" in plan.text
+    assert "the store has all their states" in plan.text
+    assert "running" in status.text and "made with other settings" in status.text
+    assert snapshot(llama.folder / "results") == before
+    assert llama.plan() == {"train_draft": 1, "evaluate_draft": 1, "build_report": 1, "write_recipe": 1, "all": 1}
+
+
+def test_states_that_the_disk_cannot_take_are_refused(inside):
+    job = planned(inside)._job(STATES)
+    job.check_disk(1, 1000, inside.folder / "results/.store")
+    with pytest.raises(AerieError, match=r"the hidden states of 7 samples take 1,028\.0 PB, .* free"):
+        job.check_disk(7, 10**15, inside.folder / "results/.store")
+
+
+def test_damaged_states_are_looked_for_by_the_next_run(inside):
+    [shard] = inside.folder.glob("results/.store/hidden_states/*/*.safetensors")
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 1
+    shard.write_bytes(raw)
+    result = inside.run("verify")
+    assert result.code != 0 and "1 of 8" in result.text and "another sha256" in result.text and shard.name in result.text
+    assert not shard.exists()
+    planner = inside.planner()
+    assert planner.forecast(STATES).verdict == "run" and planner.extraction(STATES).missing_samples == 40

@@ -1,0 +1,19 @@
+#!/usr/bin/env python
+"""Shows the runs by stage, with their key figures. Computes nothing, and may be asked while a run is going on."""
+
+import argparse
+
+from aerie import cli
+from aerie.configuration import Plan
+from aerie.report import aligned
+from aerie.status import Status
+
+
+def main(args: argparse.Namespace) -> None:
+    print("\n".join(aligned(Status(Plan.unpack(args.plan)).table())))
+
+
+if __name__ == "__main__":
+    parser = cli.parser(__doc__)
+    parser.add_argument("--plan", required=True, help="the configuration, as aerie.configuration.Plan packs it")
+    cli.run(main, parser)
