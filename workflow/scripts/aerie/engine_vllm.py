@@ -38,9 +38,9 @@ def extract(job: Job, samples: SampleSet, store: HiddenStateStore) -> Outcome:
         return outcome
     llm = load(job, int(samples.tokens[0]), store)
     try:
-        _run(llm, samples, outcome)
+        run(llm, samples, outcome)
     finally:
-        _shut_down(llm)
+        shut_down(llm)
     return outcome
 
 
@@ -94,7 +94,7 @@ def _max_model_len(job: Job, longest: int) -> int:
     return (job.max_tokens if by_length else longest) + _SPARE_TOKENS
 
 
-def _run(llm: "LLM", samples: SampleSet, outcome: Outcome) -> None:
+def run(llm: "LLM", samples: SampleSet, outcome: Outcome) -> None:
     """Feeds the samples in rounds; stops at the first failure that is not of one sample alone."""
     from vllm import SamplingParams
 
@@ -132,7 +132,7 @@ def _account(llm: "LLM", outcome: Outcome, flush: bool) -> None:
     outcome.add(reports[0]["written"], [Failure(**failure) for failure in reports[0]["failures"]])
 
 
-def _shut_down(llm: "LLM") -> None:
+def shut_down(llm: "LLM") -> None:
     """Ends workers and threads, so that the process can end or load another target."""
     from vllm.distributed import cleanup_dist_env_and_memory
 

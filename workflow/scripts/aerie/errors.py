@@ -14,7 +14,7 @@ _LOG_BYTES = 400_000  # of a log's end that are searched for tracebacks
 _LOG_LINES = 15
 _LINE_WIDTH = 240
 # "(Worker_TP1 pid=7) ERROR 11-29 20:04:12 [multiproc_executor.py:1063] " before each line of what vLLM logs.
-_PREFIX = re.compile(r"^(?:\((?P<process>[^()]*pid=\d+)\) ?)?(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]+\] ?)?")
+_PREFIX = re.compile(r"^(?:\((?P<process>[^()]*pid=\d+)\) ?)?(?:(?P<level>[A-Z]+) \d\d-\d\d [\d:]+ \[[^\]]+\] ?)?")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$')
 
 
@@ -106,6 +106,8 @@ def logged_tracebacks(log: Path) -> list[Logged]:
     for line in _end_of(log).splitlines():
         prefix = _PREFIX.match(line)
         assert prefix is not None  # every part of it may be missing
+        if prefix["level"] in ("DEBUG", "INFO", "WARNING"):  # what it met and went on from
+            continue
         lines.setdefault(prefix["process"] or "", []).append(line[prefix.end() :])
     return list(dict.fromkeys(found for process, said in lines.items() for found in _tracebacks(process, said)))
 
