@@ -24,5 +24,15 @@ rule all:
         get_final_files(),
 
 
+rule preflight:
+    input:
+        get_preflights(),
+
+
+rule compatibility:
+    input:
+        "results/compatibility.tsv",
+
+
 onsuccess:
     print_summary()

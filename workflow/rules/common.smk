@@ -8,7 +8,7 @@ SCRIPTS = f"{workflow.basedir}/workflow/scripts"
 sys.path.insert(0, SCRIPTS)
 
 from aerie.cli import put_on_path
-from aerie.configuration import Plan
+from aerie.configuration import Plan, engine_versions
 from aerie.devices import has_driver
 from aerie.errors import AerieError
 from aerie.targets import PATTERNS
@@ -72,6 +72,13 @@ def get_final_files():
     ]
 
 
+def get_preflights():
+    """The findings about every run's target, with their recipes."""
+    targets = sorted({run.target for run in PLAN.runs.values()})
+    recipes = [recipe_file("preflight_target", target) for target in targets]
+    return [*(f"results/preflight/{target}.json" for target in targets), *recipes]
+
+
 def get_engine_threads(wildcards):
     """All cores for an engine on the CPU; on GPUs a few for each, so that parts run side by side."""
     return (
@@ -98,6 +105,17 @@ def get_target_files(wildcards):
         }
         return sorted(map(str, found))
     return []
+
+
+def get_target_sources(wildcards):
+    """The sources of every dataset that is prepared for a target."""
+    datasets = {run.dataset for run in PLAN.runs.values() if run.target == wildcards.target}
+    return sorted({source for dataset in datasets for source in config["datasets"][dataset]["sources"]})
+
+
+def get_engine_versions():
+    """The installed packages that decide what runs, and how."""
+    return [f"{name} {version}" for name, version in sorted(engine_versions().items())]
 
 
 def get_sources(wildcards):

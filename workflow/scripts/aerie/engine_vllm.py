@@ -46,9 +46,7 @@ def extract(job: Job, samples: SampleSet, store: HiddenStateStore) -> Outcome:
 
 def load(job: Job, longest: int, store: HiddenStateStore) -> "LLM":
     """A vLLM engine that captures; longest: of the samples, in tokens."""
-    taken = sorted(set(job.engine_options) & set(_FIXED))
-    if taken:
-        raise AerieError(f"engine_options {', '.join(taken)}: extraction sets these itself. Take them out of the target's engine_options.")
+    check_options(job.engine_options)
     # Room beyond the model's own limit is only for the token that vLLM generates and we ignore.
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     runtime = {"device": job.device, "tensor_parallel": job.tensor_parallel, "engine_options": job.engine_options}
@@ -82,6 +80,13 @@ def load(job: Job, longest: int, store: HiddenStateStore) -> "LLM":
             f"and the longest sample has {longest} tokens. Raise it or leave it out."
         )
     return llm
+
+
+def check_options(engine_options: dict[str, Any]) -> None:
+    """AerieError for an option that extraction sets itself."""
+    taken = sorted(set(engine_options) & set(_FIXED))
+    if taken:
+        raise AerieError(f"engine_options {', '.join(taken)}: extraction sets these itself. Take them out of the target's engine_options.")
 
 
 def _max_model_len(job: Job, longest: int) -> int:
