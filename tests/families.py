@@ -337,7 +337,9 @@ def _tensors(text: dict[str, Any], prefix: str) -> Iterator[str]:
     for layer in range(text["num_hidden_layers"] + (text.get("num_nextn_predict_layers") or 0)):
         at = f"{prefix}model.layers.{layer}"
         yield from (f"{at}.{norm}.weight" for norm in ("input_layernorm", "post_attention_layernorm"))
-        attention = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj") if "kv_lora_rank" in text else ("q_proj", "k_proj", "v_proj")
+        attention = (
+            ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj") if "kv_lora_rank" in text else ("q_proj", "k_proj", "v_proj")
+        )
         yield from (f"{at}.self_attn.{part}.weight" for part in (*attention, "o_proj"))
         if experts and layer >= text.get("first_k_dense_replace", 0):
             yield f"{at}.mlp.gate.weight"

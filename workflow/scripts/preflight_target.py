@@ -8,6 +8,7 @@ import argparse
 import json
 
 from aerie import cli
+from aerie.devices import has_driver, lease
 from aerie.errors import AerieError
 from aerie.preflight import Row, Subject, examine, table
 from aerie.stage import Recipe, versions, write_atomically
@@ -20,9 +21,11 @@ def main(args: argparse.Namespace) -> None:
     recipe, target = Recipe.read(args.recipe), Target.read(args.target)
     subject = Subject(target, recipe.settings, recipe.runtime, args.gpus, args.store)
     rows: list[Row] = []
-    for row in examine(subject):
-        rows.append(row)
-        print(f"{row.verdict:8}{row.check}: {row.found}", flush=True)  # to the log, in case the next one ends the process
+    # One GPU for the twin, and that before anything looks for GPUs: CUDA keeps to those that it found.
+    with lease(int(subject.needs_gpus and has_driver() and args.gpus > 0), args.gpus):
+        for row in examine(subject):
+            rows.append(row)
+            print(f"{row.verdict:8}{row.check}: {row.found}", flush=True)  # to the log, in case the next one ends the process
     shown = table(rows)
     cli.say(f"preflight of target {target.name}\n{shown}")
     failed = [row.check for row in rows if row.verdict == "failed"]

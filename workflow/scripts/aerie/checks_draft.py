@@ -30,7 +30,9 @@ def draft_geometry(subject: Subject) -> Finding:
     if kv_heads % parallel and parallel % kv_heads:
         wrong.append(f"the draft's {kv_heads} key-value heads do not divide among {parallel} GPUs")
     if wrong:
-        return Finding("failed", "; ".join(wrong), "Check num_attention_heads and head_dim in config.json, and the target's tensor_parallel")
+        return Finding(
+            "failed", "; ".join(wrong), "Check num_attention_heads and head_dim in config.json, and the target's tensor_parallel"
+        )
     return Finding(
         "ok",
         f"hidden size {config.hidden_size}, {heads} heads of {config.head_dim}, {kv_heads} key-value heads, "
@@ -45,7 +47,9 @@ def lengths(subject: Subject) -> Finding:
     for name, length in longest.items():
         for what, most in (("the target's positions", limit), ("engine_options.max_model_len", served)):
             if most and length > int(most):
-                return Finding("failed", f"max_length of dataset {name} is {length:,}, {what} {int(most):,}", "Lower the dataset's max_length")
+                return Finding(
+                    "failed", f"max_length of dataset {name} is {length:,}, {what} {int(most):,}", "Lower the dataset's max_length"
+                )
     if limit and served and int(served) > limit:
         return Finding(
             "failed",
@@ -70,7 +74,9 @@ def rotary_embedding(subject: Subject) -> Finding:
             "Check config.json: states beyond the scaled positions mean little",
         )
     if kind not in ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "su", "mrope", "proportional"):
-        return Finding("warning", f"rope type {kind!r} is new to Aerie", "The draft will use a plain rotary embedding; see the twin's finding")
+        return Finding(
+            "warning", f"rope type {kind!r} is new to Aerie", "The draft will use a plain rotary embedding; see the twin's finding"
+        )
     scaled = f" by {factor:g}" if factor else ""
     also = ", llama_4_scaling" if subject.raw_text.get("llama_4_scaling") or rope.get("llama_4_scaling_beta") else ""
     return Finding("ok", f"{kind}{scaled}{also}")

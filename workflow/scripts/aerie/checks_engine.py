@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from . import vllm_classes
-from .devices import has_driver, lease
+from .devices import has_driver
 from .preflight import Finding, Subject
 from .vllm_options import check_names, device_type
 
@@ -97,14 +97,18 @@ def quantisation(subject: Subject) -> Finding:
     from vllm.platforms import current_platform
 
     if method not in QUANTIZATION_METHODS:
-        return Finding("failed", f"quantisation {method!r} is not known to the installed vLLM", "Take a copy of the target that it can read")
+        return Finding(
+            "failed", f"quantisation {method!r} is not known to the installed vLLM", "Take a copy of the target that it can read"
+        )
     if subject.settings["engine"] == "transformers":
         return Finding("ok", f"{method}, read by transformers")
     if subject.needs_gpus and not has_driver():
         return Finding("ok", f"{method}; whether the GPU can compute it is looked at where there is one")
     supported = list(getattr(current_platform, "supported_quantization", []) or [])
     if supported and method not in supported:
-        return Finding("failed", f"vLLM does not compute {method} on {device_type('auto')}", "Take a copy of the target that is not quantised")
+        return Finding(
+            "failed", f"vLLM does not compute {method} on {device_type('auto')}", "Take a copy of the target that is not quantised"
+        )
     if device_type("auto") == "cuda":
         wanted, capability = get_quantization_config(method).get_min_capability(), current_platform.get_device_capability()
         if capability is not None and capability.to_int() < wanted:
@@ -121,7 +125,9 @@ def twin(subject: Subject) -> Finding:
     from .twin import run_twin
 
     gpu = device_type("auto") == "cuda" and subject.needs_gpus
-    with tempfile.TemporaryDirectory(prefix="aerie-twin-") as folder, lease(int(gpu), subject.granted):
+    if subject.settings["engine"] == "vllm":
+        vllm_classes.keep_loaded(subject.architecture)
+    with tempfile.TemporaryDirectory(prefix="aerie-twin-") as folder:
         report = run_twin(subject.target, subject.settings["engine"], subject.options, "cuda" if gpu else "cpu", Path(folder))
     if report.problems:
         return Finding(

@@ -1,5 +1,6 @@
 """Checks of what this machine has: packages, device, GPUs, memory, disk. The jobs look again when they start."""
 
+import json
 import os
 import re
 import shutil
@@ -18,6 +19,8 @@ from .vllm_options import device_type
 _LOCKS = Path(__file__).resolve().parents[3] / "envs"
 _BYTES_PER_TOKEN = 3.5  # of English text, tokenised: few tokenizers need more tokens than that
 _SAMPLED_BYTES = 2**20
+_PARSED_BYTES = 100 * 2**20
+_USUAL_ROW_BYTES = 2_000.0
 _GPU_SHARE = 0.9  # vLLM's default gpu_memory_utilization
 
 
@@ -64,7 +67,9 @@ def gpus(subject: Subject) -> Finding:
             f"Run snakemake with --resources gpu={needed} or more, or lower the target's tensor_parallel",
         )
     if not has_driver():
-        return Finding("warning", f"{needed} granted; this host has no NVIDIA driver, so they could not be looked at", "Run it on a GPU host")
+        return Finding(
+            "warning", f"{needed} granted; this host has no NVIDIA driver, so they could not be looked at", "Run it on a GPU host"
+        )
     there = len(gpu_uuids())
     if there < needed:
         return Finding("failed", f"the target takes {needed} GPUs, this host has {there}", "Lower the target's tensor_parallel")
@@ -164,18 +169,19 @@ def expect(subject: Subject, dataset: dict[str, Any]) -> Expected | None:
 
 
 def _bytes_of_row(path: Path) -> float:
-    """Mean bytes of a row of conversations, by the first of them."""
-    if path.suffix == ".parquet":
+    """Mean bytes of a row of conversations: of all, where that is quick, else of the first ones."""
+    size = path.stat().st_size
+    if path.suffix == ".parquet":  # compressed: tokens are underestimated, by a factor of two or so
         from pyarrow.parquet import read_metadata
 
-        # Compressed; text packs to about a third.
-        return path.stat().st_size / max(read_metadata(path).num_rows, 1)
+        return size / max(read_metadata(path).num_rows, 1)
+    if path.suffix == ".json":
+        return size / max(len(json.loads(path.read_text(encoding="utf-8"))), 1) if size < _PARSED_BYTES else _USUAL_ROW_BYTES
     with open(path, "rb") as file:
         head = file.read(_SAMPLED_BYTES)
     if not head:
         raise AerieError(f"{path}: the file is empty; expected conversations. Check the dataset's sources.")
-    marks = head.count(b"\n") if path.suffix == ".jsonl" else len(re.findall(rb"\}\s*,\s*\{\s*\"(?:instruction|conversations|messages|prompt)", head))
-    return len(head) / max(marks, 1)
+    return len(head) / max(head.count(b"\n"), 1)
 
 
 def _sizes(folder: Path) -> Iterator[int]:

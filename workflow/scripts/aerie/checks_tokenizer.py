@@ -39,7 +39,9 @@ def end_of_turn(subject: Subject) -> Finding:
     rows = subject.target.vocab_size
     outside = [token for token in ends if not 0 <= token < rows]
     if outside:
-        return Finding("failed", f"end token {outside[0]} is not among the {rows} rows of the head", "Check eos_token_id in the configuration")
+        return Finding(
+            "failed", f"end token {outside[0]} is not among the {rows} rows of the head", "Check eos_token_id in the configuration"
+        )
     if not ends:
         return Finding(
             "failed",
@@ -82,10 +84,14 @@ def roles(subject: Subject) -> Finding:
             dropped.append(role)
     if refused:
         said = "; ".join(f"{role} ({cause})" for role, cause in refused.items())
-        return Finding("failed", f"the chat template refuses a role that the data has: {said}", "Take these messages out, or mend the template")
+        return Finding(
+            "failed", f"the chat template refuses a role that the data has: {said}", "Take these messages out, or mend the template"
+        )
     if dropped:
         return Finding(
-            "warning", f"the chat template leaves out messages of the role {', '.join(dropped)}", "Take these messages out, or mend the template"
+            "warning",
+            f"the chat template leaves out messages of the role {', '.join(dropped)}",
+            "Take these messages out, or mend the template",
         )
     return Finding("ok", f"{', '.join(there)}: each is rendered" if there else "no source is there yet; user and assistant are rendered")
 

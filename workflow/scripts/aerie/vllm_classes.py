@@ -61,6 +61,13 @@ def load_class(architecture: str) -> type:
     return found
 
 
+def keep_loaded(architecture: str) -> None:
+    """Has vLLM look at the class here; it would start another interpreter for that, which takes ten seconds."""
+    from vllm import ModelRegistry
+
+    ModelRegistry.register_model(architecture, load_class(architecture))
+
+
 def inspect_class(architecture: str, text_architecture: str | None = None) -> ModelClass:
     """Reads the architecture's class; text_architecture: of a wrapper's language model, where its configuration names one."""
     from vllm.model_executor.models.interfaces import supports_eagle3
