@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from aerie import engine_vllm, twin
-from aerie.hidden_states import HiddenStateStore
 from aerie.targets import Target
 from families import CONFIGS, make_family
 from tiny_targets import make_tiny_deepseek_v3, make_tiny_llama
@@ -116,4 +115,3 @@ def test_not_a_number_is_found(tmp_path, monkeypatch):
     with pytest.raises(Exception, match=r"its states at layer ids \[3, 4\] hold infinities or NaN"):
         twin_of(make_tiny_llama(tmp_path / "target"), tmp_path)
     assert json.loads((tmp_path / "twin/config.json").read_text())["num_hidden_layers"] == 4
-    assert not list(HiddenStateStore(tmp_path / "twin/store", "k").folder.glob("*.safetensors"))

@@ -20,8 +20,9 @@ def draft_geometry(subject: Subject) -> Finding:
     wrong = []
     if config.head_dim % 2:
         wrong.append(f"head_dim {config.head_dim} is odd, and a rotary embedding turns pairs")
-    if heads % kv_heads:
-        wrong.append(f"{heads} attention heads do not divide among {kv_heads} key-value heads")
+    own_kv_heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    if int(text.num_attention_heads) % own_kv_heads:
+        wrong.append(f"the target's {text.num_attention_heads} attention heads do not divide among {own_kv_heads} key-value heads")
     if not config.intermediate_size or config.intermediate_size < 1:
         wrong.append(f"intermediate_size is {config.intermediate_size}")
     for owner, count in (("the target", int(text.num_attention_heads)), ("the draft", heads)):
