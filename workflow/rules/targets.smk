@@ -98,7 +98,8 @@ rule tabulate_compatibility:
     threads: workflow.cores
     resources:
         mem_mb=8000,
+        gpu=int(PLAN.has_gpu),
     params:
         versions=get_engine_versions(),  # another engine, another table
     shell:
-        "tabulate_compatibility.py --page {output.page} --output {output.table} --log {log}"
+        "tabulate_compatibility.py --gpus {resources.gpu} --page {output.page} --output {output.table} --log {log}"

