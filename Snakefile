@@ -25,6 +25,16 @@ rule all:
         get_final_files(),
 
 
+rule preflight:
+    input:
+        get_preflights(),
+
+
+rule compatibility:
+    input:
+        "results/compatibility.tsv",
+
+
 onstart:
     prepare_run()
 

@@ -328,3 +328,63 @@ def test_a_sample_longer_than_the_target_is_refused(targets, tmp_path):
     place = Workplace(tmp_path, targets["llama"], samples)
     with pytest.raises(AerieError, match=samples[2].key):
         place.find()
+
+
+# What the command of the next tests runs: the real one, with a fault in its connector. vLLM's workers run this file again.
+FAULTY = """
+import os, signal, time
+from pathlib import Path
+
+import extract_hidden_states
+from aerie import cli
+from aerie.capture_connector import CaptureConnector, get_tensor_model_parallel_rank
+
+class Silent(Exception):
+    pass
+
+def fail(self, *args, **kwargs):
+    if get_tensor_model_parallel_rank() == RANK:
+        Path(STAMP).write_text(str(time.time()))
+        if KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise Silent()
+
+CaptureConnector.METHOD = fail
+if __name__ == "__main__":
+    cli.run(extract_hidden_states.main, extract_hidden_states.build_parser())
+"""
+FAULTS = {  # method of the connector, rank, whether it is killed, tensor parallel
+    "take": ("_take", 0, False, 1),
+    "start": ("register_kv_caches", 0, False, 1),
+    "step": ("start_load_kv", 0, False, 1),
+    "killed": ("start_load_kv", 0, True, 1),
+    "worker": ("start_load_kv", 1, False, 2),
+    "worker-start": ("register_kv_caches", 1, False, 2),
+    "worker-killed": ("start_load_kv", 1, True, 2),
+}
+
+
+@pytest.mark.parametrize("fault", [name if name == "take" else pytest.param(name, marks=pytest.mark.long) for name in FAULTS])
+def test_whatever_dies_is_named(targets, tmp_path, fault):
+    """Exceptions without a message and a SIGKILL: type and place on the terminal, exit code not 0, within 30 s."""
+    method, rank, kill, parallel = FAULTS[fault]
+    script, stamp = tmp_path / "faulty.py", tmp_path / "stamp"
+    values = {"METHOD": method, "RANK": str(rank), "STAMP": repr(str(stamp)), "KILL": str(kill)}
+    text = FAULTY
+    for name, value in values.items():
+        text = text.replace(name, value)
+    script.write_text(text)
+    place = Workplace(tmp_path, targets["llama"], make_samples(6, 20), engine="vllm", tensor_parallel=parallel)
+    place.find()
+    command = [sys.executable, str(script), *place.part(), "--log", str(tmp_path / "faulty.log")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if parallel == 2 else {})
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert time.time() - float(stamp.read_text()) < 30
+    assert done.returncode != 0
+    if kill:
+        assert "was killed by signal 9 (SIGKILL" in done.stderr
+    else:
+        assert "Silent" in done.stderr
+        line = 1 + script.read_text().splitlines().index("        raise Silent()")
+        assert f"faulty.py:{line}, fail" in done.stderr
+    assert "last lines of its log" in done.stderr and str(tmp_path / "faulty.log") in done.stderr

@@ -8,6 +8,7 @@ import yaml
 from snakemake.exceptions import WorkflowError
 from snakemake.utils import validate
 
+from aerie import configuration
 from aerie.configuration import Plan, read_runs
 from aerie.errors import AerieError
 from checkout import ROOT
@@ -43,6 +44,13 @@ def plan(tmp_path, rows="run\ttarget\tdataset\tdraft\na\tt\td\tbig\nb\tt\td\tsma
 
 def settings(made, stage, name):
     return json.loads(made.recipes[stage, name])["settings"]
+
+
+def test_another_engine_asks_for_the_preflight_alone(tmp_path, monkeypatch):
+    before = plan(tmp_path).recipes
+    monkeypatch.setattr(configuration, "versions", lambda: {"vllm": "99.0", "transformers": "5.19.0", "pandas": "1.0"})
+    after = plan(tmp_path).recipes
+    assert [name for name in before if before[name] != after[name]] == [("preflight_target", "t")]
 
 
 def test_shared_stages_have_one_recipe(tmp_path):

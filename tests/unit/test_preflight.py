@@ -1,76 +1,377 @@
-"""Preflight: sound targets pass; each planted fault is found by the check that should find it."""
+"""Preflight: sound targets pass; each planted fault is found by the check that should find it, in words that name it."""
 
 import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-import preflight_target
-from aerie.targets import Target
-from tiny_targets import make_tiny_deepseek_v3, make_tiny_llama
+from aerie import checks_engine, preflight
+from aerie.preflight import Subject, examine
+from aerie.targets import Target, fingerprint
+from checkout import SCRIPTS
+from families import CONFIGS, make_family
+from tiny_targets import HIDDEN_SIZE, VOCAB_SIZE, make_tiny_deepseek_v3, make_tiny_llama
 
-SETTINGS = {"engine": "vllm", "trust_remote_code": False, "aux_layer_ids": [None, [1, 3, 6]]}
-
-
-def verdicts(folder, settings=SETTINGS):
-    target = Target("t", "d", {"path": str(folder)}, False)
-    return {check.check: check for check in preflight_target.examine(target, settings)}
+DATASET = {"name": "talk", "sources": ["talk.jsonl"], "max_length": 256, "max_samples": None, "max_new_tokens": None}
 
 
-def edit_config(folder, **values):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+class Case:
+    """A target's folder and the recipe that examines it; faults are planted by editing either."""
+
+    def __init__(self, folder: Path, device: str = "cpu", gpus: int = 0) -> None:
+        self.folder = folder
+        self.trusted = False
+        self.granted = gpus
+        self.data = folder.parent / "talk.jsonl"
+        self.talk(["user", "assistant"])
+        dataset = DATASET | {"sources": [str(self.data)]}
+        self.dataset = dataset
+        self.settings: dict[str, Any] = {
+            "engine": "vllm",
+            "dtype": "bfloat16",
+            "aux_layer_ids": [None],
+            "datasets": [dataset],
+            "captures": [{"dataset": dataset, "aux_layer_ids": None, "stored_dtype": "bfloat16"}],
+        }
+        self.runtime: dict[str, Any] = {"device": device, "gpus": gpus, "tensor_parallel": max(1, gpus), "engine_options": {}}
+
+    def talk(self, roles):
+        """Writes the dataset's source: one conversation with a message of each role."""
+        self.data.write_text(json.dumps({"messages": [{"role": role, "content": f"a {role}"} for role in roles]}) + "\n")
+
+    def edit(self, name="config.json", **values):
+        path = self.folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    def edit_tokenizer(self, change):
+        tokenizer = AutoTokenizer.from_pretrained(self.folder)
+        (self.folder / "chat_template.jinja").unlink(missing_ok=True)
+        change(tokenizer)
+        tokenizer.save_pretrained(self.folder)
+
+    def edit_weights(self, change):
+        path = self.folder / "model.safetensors"
+        stored = load_file(path)
+        change(stored)
+        save_file(stored, path, metadata={"format": "pt"})
+
+    def write_index(self, **other):
+        """Makes it a sharded model, with an index in which some tensors lie elsewhere."""
+        where = dict.fromkeys(load_file(self.folder / "model.safetensors"), "model.safetensors") | other
+        (self.folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+    def subject(self):
+        target = Target("t", "d", {"path": str(self.folder)}, self.trusted)
+        return Subject(target, self.settings, self.runtime, self.granted, self.folder.parent / "store")
+
+    def rows(self, *names):
+        """Findings of the checks so named, of all but the twin by default."""
+        chosen = [check for check in preflight.checks() if (check.__name__ in names if names else check is not checks_engine.twin)]
+        return {row.check: row for row in examine(self.subject(), chosen)}
 
 
 @pytest.mark.parametrize("make", [make_tiny_llama, make_tiny_deepseek_v3])
 def test_no_false_alarm(make, tmp_path):
-    found = verdicts(make(tmp_path))
-    assert {check.verdict for check in found.values()} == {"ok"} and len(found) == 6, found
+    case = Case(make(tmp_path / "target"))
+    found = case.rows()
+    assert {row.verdict for row in found.values()} == {"ok"} and len(found) == len(preflight.checks()) - 1, found
     assert "one row a conversation" in found["chat template"].found
+    assert "[2, 4, 5] of 8 layers" in found["layer ids"].found
+    assert "about 1 samples" in found["disk"].found
 
 
-def no_template(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = None
-    (folder / "chat_template.jinja").unlink(missing_ok=True)
-    tokenizer.save_pretrained(folder)
+# What the published models' classes are in vLLM 0.32, known from its source.
+LAYERS_AT = {"kimi-k2.5": "language_model.model.layers"}
+SIGNATURES = {
+    "kimi-k2.5": "(positions, hidden_states, residual, llama_4_scaling)",
+    "deepseek-v3": "(positions, hidden_states, residual, llama_4_scaling)",
+    "mistral-large-3": "(positions, hidden_states, residual, llama_4_scaling)",
+    "gpt-oss-20b": "(hidden_states, positions, residual)",
+}
 
 
-def deaf_template(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = "{{ messages | length }} messages{% if add_generation_prompt %}, your turn{% endif %}"
-    tokenizer.save_pretrained(folder)
+def family_case(folder: Path, name: str) -> Case:
+    big = name in ("kimi-k2.5", "deepseek-v3", "mistral-large-3")
+    case = Case(make_family(folder / name, name), device="cuda", gpus=8 if big else 1)
+    case.trusted = name == "kimi-k2.5"
+    return case
 
 
-def no_head(folder):
-    stored = load_file(folder / "model.safetensors")
-    del stored["lm_head.weight"]
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+@pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="expects a host without GPUs")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_false_alarm_on_a_family(name, tmp_path):
+    """Only what is true is warned of: here is no GPU, and none of the weights."""
+    found = family_case(tmp_path, name).rows()
+    assert not [row for row in found.values() if row.verdict == "failed"], found
+    assert {row.check for row in found.values() if row.verdict == "warning"} == {"device", "gpus", "weight files"}
+    assert LAYERS_AT.get(name, "model.layers") in found["architecture"].found
+    assert SIGNATURES.get(name, "(positions, hidden_states, residual") in found["decoder layer"].found
+    assert "called with (" in found["decoder layer"].found
+    text = CONFIGS[name].get("text_config", CONFIGS[name])
+    assert f"{text['num_hidden_layers']} layers, hidden size {text['hidden_size']}" in found["configuration"].found
+    if name == "kimi-k2.5":
+        assert "text_config" in found["configuration"].found and "compressed-tensors" in found["quantisation"].found
+        assert "68.4 GB of weights a GPU" in found["memory"].found
+        assert found["weight index"].found.startswith("69,")  # 60 layers of 384 experts with three tensors each, and the rest
 
 
-def lost_shard(folder):
-    stored = load_file(folder / "model.safetensors")
-    index = {"metadata": {}, "weight_map": dict.fromkeys(stored, "model.safetensors") | {"lm_head.weight": "model-2.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+def decoder_with_another_signature(case):
+    """As after an update of one file of vLLM: the layers take another argument than the model gives."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+
+    class OddLayer(LlamaDecoderLayer):
+        def forward(self, positions, hidden_states):  # type: ignore[override]
+            return hidden_states
+
+    class OddForCausalLM(LlamaForCausalLM):
+        def __init__(self, *, vllm_config, prefix="", layer_type=OddLayer):
+            super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)
+
+        def _init_model(self, vllm_config, prefix="", layer_type=OddLayer):
+            return LlamaModel(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)
+
+    ModelRegistry.register_model("OddForCausalLM", OddForCausalLM)
+    case.edit(architectures=["OddForCausalLM"])
 
 
-@pytest.mark.parametrize(
-    ("fault", "check", "words"),
-    [
-        (no_template, "chat template", "has none"),
-        (deaf_template, "chat template", "no answer can be told apart"),
-        (no_head, "weights", "no lm_head"),
-        (lost_shard, "weights", "model-2.safetensors"),
-        (lambda folder: edit_config(folder, architectures=["NobodyForCausalLM"]), "architecture", "NobodyForCausalLM is not known"),
-        (lambda folder: edit_config(folder, architectures=["Gemma3ForCausalLM"]), "architecture", "no EAGLE-3 interface"),
-        (lambda folder: edit_config(folder, vocab_size=200), "vocabulary", "280 ids, the config's vocabulary 200"),
-        (lambda folder: edit_config(folder, num_hidden_layers=6), "layer ids", "has 6 layers"),
-    ],
-    ids=["template", "deaf", "head", "shard", "architecture", "interface", "vocabulary", "layers"],
+def embedding_method_renamed(case):
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    class RenamedForCausalLM(LlamaForCausalLM):
+        embed_input_ids = None  # type: ignore[assignment]
+
+        def get_input_embeddings(self, input_ids):
+            return input_ids
+
+    ModelRegistry.register_model("RenamedForCausalLM", RenamedForCausalLM)
+    case.edit(architectures=["RenamedForCausalLM"])
+
+
+def class_that_cannot_be_imported(case):
+    from vllm import ModelRegistry
+
+    ModelRegistry.register_model("GoneForCausalLM", "aerie_nowhere:GoneForCausalLM")
+    case.edit(architectures=["GoneForCausalLM"])
+
+
+def too_much_data(case):
+    """A source of 400 TB, all of it a hole behind its first row."""
+    line = case.data.read_bytes()
+    with open(case.data, "wb") as file:
+        for _ in range(2**20 // len(line) + 1):
+            file.write(line)
+        file.truncate(7 * 10**12)
+
+
+def truncated(case):
+    path = case.folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def no_weights_of_a_layer(case):
+    case.edit_weights(lambda stored: [stored.pop(name) for name in list(stored) if ".layers.7." in name])
+
+
+def poison(stored):
+    stored["model.layers.3.mlp.up_proj.weight"][5, 7] = float("nan")
+
+
+def add_tokens(tokenizer):
+    tokenizer.add_tokens([f"<more{number}>" for number in range(60)])
+
+
+def template(text):
+    def change(tokenizer):
+        tokenizer.chat_template = text
+
+    return change
+
+
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system messages, please') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-def test_a_fault_is_found_by_its_check(fault, check, words, tmp_path):
-    folder = make_tiny_llama(tmp_path)
-    fault(folder)
-    found = verdicts(folder)[check]
-    assert found.verdict == "failed" and words in found.found + found.remedy
+
+
+def no_end(tokenizer):
+    tokenizer.eos_token = None
+
+
+def lose_white_space(case):
+    path = case.folder / "tokenizer.json"
+    stored = json.loads(path.read_text())
+    stored["normalizer"] = {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}
+    path.write_text(json.dumps(stored))
+
+
+def big_weights(case):
+    case.write_index()
+    path = case.folder / "model.safetensors.index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"metadata": {"total_size": 10**14}}))
+
+
+FAULTS = {
+    # configuration
+    "layers-negative": (lambda c: c.settings.update(aux_layer_ids=[[-1, 3, 6]]), "layer ids", "are [-1, 3, 6]"),
+    "layers-beyond": (lambda c: c.settings.update(aux_layer_ids=[[2, 4, 9]]), "layer ids", "has 8 layers"),
+    "layers-twice": (lambda c: c.settings.update(aux_layer_ids=[[2, 4, 4]]), "layer ids", "distinct"),
+    "layers-last": (lambda c: c.settings.update(aux_layer_ids=[[2, 4, 8]]), "layer ids", "from 1 to 7"),
+    "too-shallow": (lambda c: c.edit(num_hidden_layers=5), "layer ids", "the default aux layer ids"),
+    "no-json": (lambda c: (c.folder / "config.json").write_text('{"a":\n'), "remote code", "config.json:2: not valid JSON"),
+    "no-layers": (lambda c: c.edit(num_hidden_layers=None), "configuration", "num_hidden_layers"),
+    "remote-config": (
+        lambda c: c.edit(model_type="secret", auto_map={"AutoConfig": "configuration_secret.SecretConfig"}),
+        "remote code",
+        "trust_remote_code",
+    ),
+    "remote-tokenizer": (
+        lambda c: c.edit("tokenizer_config.json", tokenizer_class="SecretTokenizer", auto_map={"AutoTokenizer": ["t.SecretTokenizer", None]}),
+        "remote code",
+        "SecretTokenizer",
+    ),
+    # engine
+    "architecture": (lambda c: c.edit(architectures=["NobodyForCausalLM"]), "architecture", "NobodyForCausalLM is not known"),
+    "import": (class_that_cannot_be_imported, "architecture", "No module named 'aerie_nowhere'"),
+    "interface": (lambda c: c.edit(architectures=["Gemma3ForCausalLM"]), "EAGLE-3 interface", "no EAGLE-3 interface"),
+    "decoder": (decoder_with_another_signature, "decoder layer", "OddLayer.forward takes (positions, hidden_states)"),
+    "embedding": (embedding_method_renamed, "embedding method", "has get_input_embeddings instead"),
+    "quantisation": (lambda c: c.edit(quantization_config={"quant_method": "ternary"}), "quantisation", "'ternary' is not known"),
+    "option": (lambda c: c.runtime.update(engine_options={"no_such": 1}), "engine options", "no_such"),
+    "option-fixed": (lambda c: c.runtime.update(engine_options={"enable_prefix_caching": True}), "engine options", "enable_prefix_caching"),
+    # draft and lengths
+    "heads": (lambda c: c.edit(num_attention_heads=4, num_key_value_heads=3), "draft geometry", "do not divide among 3 key-value heads"),
+    "parallel": (lambda c: c.runtime.update(tensor_parallel=3), "draft geometry", "among 3 GPUs"),
+    "length": (lambda c: c.dataset.update(max_length=1024), "lengths", "max_length of dataset talk is 1,024"),
+    "served-length": (lambda c: c.runtime.update(engine_options={"max_model_len": 4096}), "lengths", "max_model_len is 4,096"),
+    # tokenizer
+    "vocabulary": (lambda c: c.edit_tokenizer(add_tokens), "vocabulary", "340 ids up to 339, the config's vocabulary 320"),
+    "white-space": (lambda c: lose_white_space(c), "round trip", "came back as"),
+    "no-end": (lambda c: (c.edit_tokenizer(no_end), c.edit(eos_token_id=None), c.edit("generation_config.json", eos_token_id=None)), "end of turn", "never end"),
+    "end-outside": (lambda c: c.edit("generation_config.json", eos_token_id=999), "end of turn", "end token 999"),
+    "no-template": (lambda c: c.edit_tokenizer(template(None)), "chat template", "has none"),
+    "deaf-template": (
+        lambda c: c.edit_tokenizer(template("{{ messages | length }} messages{% if add_generation_prompt %}, your turn{% endif %}")),
+        "chat template",
+        "no answer can be told apart",
+    ),
+    "no-system": (
+        lambda c: (c.talk(["system", "user", "assistant"]), c.edit_tokenizer(template(NO_SYSTEM))),
+        "roles",
+        "system (TemplateError: no system messages, please)",
+    ),
+    # weights
+    "no-head": (lambda c: c.edit_weights(lambda stored: stored.pop("lm_head.weight")), "head weights", "no lm_head"),
+    "head-shape": (
+        lambda c: c.edit_weights(lambda stored: stored.update({"lm_head.weight": torch.zeros(100, HIDDEN_SIZE)})),
+        "head weights",
+        f"lm_head.weight is [100, {HIDDEN_SIZE}], config.json says [{VOCAB_SIZE}, {HIDDEN_SIZE}]",
+    ),
+    "lost-shard": (lambda c: c.write_index(**{"lm_head.weight": "model-2.safetensors"}), "weight files", "model-2.safetensors"),
+    "lost-tensor": (
+        lambda c: (c.write_index(), c.edit_weights(lambda stored: stored.pop("model.layers.1.input_layernorm.weight"))),
+        "weight files",
+        "does not hold model.layers.1.input_layernorm.weight",
+    ),
+    "lost-layer": (no_weights_of_a_layer, "weight index", "no weights of layers 7"),
+    "truncated": (truncated, "weight files", "cut short"),
+    "no-number": (lambda c: c.edit_weights(poison), "weight values", "model.layers.3.mlp.up_proj.weight in model.safetensors holds nan at [5, 7]"),
+    # machine
+    "gpus": (lambda c: c.runtime.update(device="cuda", gpus=4, tensor_parallel=4), "gpus", "takes 4 GPUs, Snakemake granted 0"),
+    "memory": (big_weights, "memory", "100,000.0 GB of weights"),
+    "disk": (too_much_data, "disk", "free at"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found_by_its_check(name, tmp_path):
+    plant, check, words = FAULTS[name]
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    plant(case)
+    checked = case.rows("remote_code", "configuration", check.replace("EAGLE-3", "eagle3").replace(" ", "_"))
+    assert check in checked, checked
+    found = checked[check]
+    assert found.verdict == "failed" and words in found.found + found.remedy, found
+    assert found.remedy or ":" in found.found  # always something to do
+
+
+def test_a_dropped_role_is_warned_of(tmp_path):
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    case.talk(["user", "assistant", "tool", "assistant"])
+    case.edit_tokenizer(template("{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }}{% endif %}{% endfor %}"))
+    found = case.rows("roles")["roles"]
+    assert found.verdict == "warning" and "tool" in found.found
+
+
+def test_the_twin_is_not_run_on_what_cannot_run(tmp_path):
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    case.edit(architectures=["NobodyForCausalLM"])
+    found = case.rows("architecture", "twin")
+    assert found["twin"].verdict == "failed" and "architecture" in found["twin"].found
+
+
+def test_the_table_holds_every_word():
+    rows = [preflight.Row("a check", "failed", "word " * 60, "do this"), preflight.Row("b", "ok", "fine", "")]
+    shown = preflight.table(rows, width=80)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.count("word") == 60 and "-> do this" in shown and "b        ok       fine" in shown
+
+
+def run_command(case: Case, root: Path) -> tuple[subprocess.CompletedProcess, Path]:
+    """The command as Snakemake calls it."""
+    target = fingerprint("t", {"path": str(case.folder)}, case.trusted, root / "hashes")
+    recipe = {"stage": "preflight_target", "version": 2, "settings": case.settings, "runtime": case.runtime}
+    (root / "recipe.json").write_text(json.dumps(recipe))
+    (root / "target.json").write_text(json.dumps(target))
+    command = [sys.executable, str(SCRIPTS / "preflight_target.py"), "--gpus", str(case.granted), "--output", root / "found.json"]
+    for name, path in (("recipe", "recipe.json"), ("target", "target.json"), ("store", "store"), ("log", "preflight.log")):
+        command += [f"--{name}", root / path]
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False), root / "found.json"
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="expects a host without GPUs")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "kimi-k2.5" else pytest.mark.long) for name in CONFIGS])
+def test_a_family_from_configuration_alone(name, tmp_path):
+    """All checks and the twin, interpreter and imports included: at most 60 s and 4 GB."""
+    case = family_case(tmp_path, name)
+    started = time.monotonic()
+    cpu = os.times()
+    done, output = run_command(case, tmp_path)
+    spent = os.times()
+    assert done.returncode == 0, done.stderr
+    found = {row["check"]: row for row in json.loads(output.read_text())["checks"]}
+    assert len(found) == len(preflight.checks()) and found["twin"]["verdict"] == "ok"
+    assert "last state gives the engine's logits" in found["twin"]["found"] and "of transformers'" in found["twin"]["found"]
+    if name == "mistral-large-3":
+        assert "llama_4_scaling acts from position 64" in found["twin"]["found"]
+    assert "preflight of target t" in done.stderr and output.with_suffix(".txt").read_text() in done.stderr
+    # Other tests share the cores: what is bounded is the time that this one had a core, which two cores cannot exceed.
+    used = spent.children_user + spent.children_system - cpu.children_user - cpu.children_system
+    assert min(time.monotonic() - started, used) < 60
+    assert peak_of_children() < 4e9
+
+
+def peak_of_children() -> int:
+    """Bytes that the largest child process so far had at once."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+
+
+def test_one_failure_fails_the_command(tmp_path):
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    case.edit(architectures=["NobodyForCausalLM"])
+    done, output = run_command(case, tmp_path)
+    assert done.returncode == 1 and not output.exists()
+    assert "architecture" in done.stderr and "NobodyForCausalLM is not known to the installed vLLM" in done.stderr
+    assert "-> Set the target's engine to transformers" in done.stderr

@@ -478,7 +478,7 @@ def test_golden(trained):
     assert trained.figures["validation"]["loss"] == pytest.approx(7.63, abs=0.05)
 
 
-def run_command(problem, output: str, **popen) -> subprocess.Popen:
+def run_command(problem, output: str, script: Path = SCRIPTS / "train_draft.py", **popen) -> subprocess.Popen:
     recipe = {"stage": "train_draft", "version": 1, "settings": SETTINGS, "runtime": RUNTIME}
     (problem.root / "recipe.json").write_text(json.dumps(recipe))
     paths = {
@@ -493,7 +493,22 @@ def run_command(problem, output: str, **popen) -> subprocess.Popen:
     }
     arguments = [part for name, value in paths.items() for part in (f"--{name}", str(problem.root / value))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, str(SCRIPTS / "train_draft.py"), *arguments], env=environment, **popen)
+    return subprocess.Popen([sys.executable, str(script), *arguments], env=environment, **popen)
+
+
+def test_a_trainer_that_dies_without_a_word_is_named(problem, tmp_path: Path):
+    script = tmp_path / "faulty.py"
+    script.write_text(
+        "import train_draft\nfrom aerie import cli\nfrom aerie.training import DraftTrainer\n"
+        "class Silent(Exception):\n    pass\n"
+        "def fail(self, batch, epoch):\n    raise Silent()\n"
+        "DraftTrainer.train_step = fail\n"
+        "cli.run(train_draft.main, train_draft.build_parser())\n"
+    )
+    process = run_command(problem, "dead", script, stderr=subprocess.PIPE, text=True)
+    said = process.communicate()[1]
+    assert process.returncode == 1
+    assert "Silent: (no message; Silent())" in said and f"{script}:7, fail" in said
 
 
 def test_killed_training_goes_on(problem, trained):

@@ -45,7 +45,7 @@ def test_only_the_learning_rate(llama):
         ),
         (
             lambda config: config["datasets"]["talk"].update(max_length=100),
-            {"prepare_dataset", "find_missing_states", "extract_hidden_states", "index_hidden_states", "map_vocabulary"}
+            {"preflight_target", "prepare_dataset", "find_missing_states", "extract_hidden_states", "index_hidden_states", "map_vocabulary"}
             | {"train_draft", "evaluate_draft"},
         ),
     ],

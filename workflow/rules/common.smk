@@ -9,7 +9,7 @@ SCRIPTS = f"{workflow.basedir}/workflow/scripts"
 sys.path.insert(0, SCRIPTS)
 
 from aerie.cli import put_on_path
-from aerie.configuration import Plan, read_versions
+from aerie.configuration import Plan, engine_versions, read_versions
 from aerie.devices import has_driver
 from aerie.errors import AerieError
 from aerie.files import end_future
@@ -64,6 +64,13 @@ def get_final_files():
         *evaluations,
         *recipes,
     ]
+
+
+def get_preflights():
+    """The findings about every run's target, with their recipes."""
+    targets = sorted({run.target for run in PLAN.runs.values()})
+    recipes = [recipe_file("preflight_target", target) for target in targets]
+    return [*(f"results/preflight/{target}.json" for target in targets), *recipes]
 
 
 def get_engine_threads(wildcards):
@@ -123,6 +130,17 @@ def get_target_files(wildcards):
 def get_source_files(sources):
     """The files behind a dataset's sources; none for those on the hub."""
     return sorted({str(file) for item in sources for file in Source.of(item).files()})
+
+
+def get_target_sources(wildcards):
+    """The sources of every dataset that is prepared for a target."""
+    datasets = {run.dataset for run in PLAN.runs.values() if run.target == wildcards.target}
+    return get_source_files(source for dataset in datasets for source in config["datasets"][dataset]["sources"])
+
+
+def get_engine_versions():
+    """The installed packages that decide what runs, and how."""
+    return [f"{name} {version}" for name, version in sorted(engine_versions().items())]
 
 
 def get_sources(wildcards):

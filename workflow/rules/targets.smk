@@ -65,8 +65,10 @@ rule preflight_target:
     input:
         recipe=get_recipe("preflight_target", "{target}"),
         target="results/targets/{target}/fingerprint.json",
+        sources=ancient(get_target_sources),  # their size and roles; the stages that use them look at every row
     output:
-        "results/preflight/{target}.json",
+        findings="results/preflight/{target}.json",
+        table="results/preflight/{target}.txt",
     log:
         "results/logs/preflight_target/{target}.log",
     benchmark:
@@ -75,8 +77,29 @@ rule preflight_target:
         ENVIRONMENT
     resources:
         mem_mb=4000,
+        gpu=lambda wildcards: PLAN.gpus(wildcards.target),
     params:
         store=config["store"],
     shell:
         "preflight_target.py --recipe {input.recipe} --target {input.target} --store {params.store:q}"
-        " --output {output} --log {log}"
+        " --gpus {resources.gpu} --output {output.findings} --log {log}"
+
+
+rule tabulate_compatibility:
+    output:
+        table="results/compatibility.tsv",
+        page="results/compatibility.html",
+    log:
+        "results/logs/tabulate_compatibility.log",
+    benchmark:
+        "results/benchmarks/tabulate_compatibility.tsv"
+    conda:
+        ENVIRONMENT
+    threads: workflow.cores
+    resources:
+        mem_mb=8000,
+        gpu=int(PLAN.has_gpu),
+    params:
+        versions=get_engine_versions(),  # another engine, another table
+    shell:
+        "tabulate_compatibility.py --gpus {resources.gpu} --page {output.page} --output {output.table} --log {log}"

@@ -25,7 +25,7 @@ from aerie import cli, evaluation, generation
 from aerie.chat import Renderer
 from aerie.conversations import read_conversations
 from aerie.devices import lease
-from aerie.errors import AerieError
+from aerie.errors import AerieError, ProcessFailed, describe_exit
 from aerie.evaluation import EvaluationPrompt, Half
 from aerie.keys import digest_of, file_sha256
 from aerie.provenance import versions
@@ -130,12 +130,8 @@ def half_of(role: str, path: Path, args: argparse.Namespace) -> Half:
         # The child's output goes to the log with ours; it inherits the lock on this stage, and so outlives us safely.
         done = subprocess.run(command, check=False, close_fds=False, stdin=subprocess.DEVNULL)
         if done.returncode or not path.exists():
-            raise AerieError(f"the run {phrase(role)} ended with exit code {done.returncode}") from ChildFailed(role)
+            raise ProcessFailed(f"the run {phrase(role)} {describe_exit(done.returncode)}")
     return Half.from_json(path.read_text())
-
-
-class ChildFailed(Exception):
-    """The log's last lines hold the child's own report; as a cause, this has them shown."""
 
 
 def phrase(role: str) -> str:

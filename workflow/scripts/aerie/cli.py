@@ -1,6 +1,7 @@
 """What every command line shares: arguments, where its output goes, and how it reports what killed it."""
 
 import argparse
+import ctypes
 import faulthandler
 import os
 import signal
@@ -10,10 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from .errors import AerieError, Terminated, describe
+from .errors import AerieError, ProcessFailed, Terminated, dead_children, describe, describe_exit, log_tail, logged_tracebacks
 
-_LAST_LINES = 15
-_LINE_WIDTH = 240
+_PR_SET_PDEATHSIG = 1
 _terminal: TextIO | None = None
 
 
@@ -59,12 +59,14 @@ def engine_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def run(main: Callable[[argparse.Namespace], None], made: argparse.ArgumentParser) -> NoReturn:
-    """Parses the arguments, runs `main` and exits: 0, or 1 after a report that is never empty.
+    """Parses the arguments, runs `main` in a child process and exits: 0, or not 0 after a report that is never empty.
 
-    The file descriptors 1 and 2 go to the log, so that C++ code and child processes are logged too.
+    The file descriptors 1 and 2 go to the log, so that C++ code and child processes are logged too. The child is there
+    so that somebody is left to report when a signal ends it (a crash in C++ code, no memory); it never outlives us.
     """
     global _terminal
     args = made.parse_args()
+    command = Path(sys.argv[0]).stem
     if args.log:
         args.log.parent.mkdir(parents=True, exist_ok=True)
         args.log.unlink(missing_ok=True)  # an earlier attempt's log may be kept under another name
@@ -75,6 +77,7 @@ def run(main: Callable[[argparse.Namespace], None], made: argparse.ArgumentParse
         os.close(log)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         print("$", " ".join(sys.argv), flush=True)
+    _watch_over_child(command, args.log)
     faulthandler.enable()
     # So that `finally` blocks run and the report is printed when Snakemake or a scheduler ends the job.
     signal.signal(signal.SIGTERM, _raise_terminated)
@@ -83,11 +86,31 @@ def run(main: Callable[[argparse.Namespace], None], made: argparse.ArgumentParse
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             raise
-        _report(error, Path(sys.argv[0]).stem, args.log)
+        _report(error, command, args.log)
         # Threads of a broken engine must not keep a failed job alive.
         os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
     sys.stdout.flush()
     sys.exit(0)
+
+
+def _watch_over_child(command: str, log: Path | None) -> None:
+    """Returns in a new child process; here, waits for it, says so if a signal ended it, and exits as it did."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ourselves = os.getpid()
+    child = os.fork()
+    if child == 0:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != ourselves:  # it died before that call
+            os._exit(1)
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the child by itself
+    signal.signal(signal.SIGTERM, lambda signum, frame: os.kill(child, signum))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0:
+        _say_why(f"{command} {describe_exit(code)}", [str(found) for found in logged_tracebacks(log)] if log else [], log, tail=True)
+        code = 128 - code
+    os._exit(code)
 
 
 def _raise_terminated(signum: int, frame: object) -> NoReturn:
@@ -96,20 +119,26 @@ def _raise_terminated(signum: int, frame: object) -> NoReturn:
 
 def _report(error: BaseException, command: str, log: Path | None) -> None:
     sys.stdout.flush()
-    stream = terminal()
-    tail: list[str] = []
+    # A user's mistake needs no more than its message; for the rest, also what others said before they died.
+    plain = isinstance(error, AerieError | Terminated | KeyboardInterrupt) and not (isinstance(error, ProcessFailed) or error.__cause__)
+    others = [] if plain else [*map(str, logged_tracebacks(log) if log else []), *dead_children()]
+    _say_why(f"{command} failed: {describe(error)}", others, log, tail=not plain)
     if log:
-        if not isinstance(error, AerieError | Terminated) or error.__cause__:
-            with open(log, "rb") as file:
-                file.seek(max(0, log.stat().st_size - 20_000))
-                tail = file.read().decode("utf-8", "replace").splitlines()[-_LAST_LINES:]
         traceback.print_exception(error)
         sys.stderr.flush()
-    print(f"\n{command} failed: {describe(error)}", file=stream)
-    if tail:
-        print(f"last lines of its log {log}:", *(f"  | {line[:_LINE_WIDTH]}" for line in tail), sep="\n", file=stream)
+    elif not plain:
+        traceback.print_exception(error, file=terminal())
+
+
+def _say_why(what: str, others: list[str], log: Path | None, tail: bool) -> None:
+    """On the terminal: what died, what else the log and the child processes have to say, the log's end and its path."""
+    stream = terminal()
+    print(f"\n{what}", file=stream)
+    # Where many died of one thing, the first ones tell which.
+    for other in [other for other in others if other.splitlines()[-1] not in what][:4]:
+        print("also found:", other.replace("\n", "\n  "), file=stream)
+    if log and tail:
+        print(f"last lines of its log {log}:", *log_tail(log), sep="\n", file=stream)
     elif log:
         print(f"log: {log}", file=stream)
-    else:
-        traceback.print_exception(error, file=stream)
     stream.flush()

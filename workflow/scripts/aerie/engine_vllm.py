@@ -38,17 +38,15 @@ def extract(job: Job, samples: SampleSet, store: HiddenStateStore) -> Outcome:
         return outcome
     llm = load(job, int(samples.tokens[0]), store)
     try:
-        _run(llm, samples, outcome)
+        run(llm, samples, outcome)
     finally:
-        _shut_down(llm)
+        shut_down(llm)
     return outcome
 
 
 def load(job: Job, longest: int, store: HiddenStateStore) -> "LLM":
     """A vLLM engine that captures; longest: of the samples, in tokens."""
-    taken = sorted(set(job.engine_options) & set(_FIXED))
-    if taken:
-        raise AerieError(f"engine_options {', '.join(taken)}: extraction sets these itself. Take them out of the target's engine_options.")
+    check_options(job.engine_options)
     # Room beyond the model's own limit is only for the token that vLLM generates and we ignore.
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     runtime = {"device": job.device, "tensor_parallel": job.tensor_parallel, "engine_options": job.engine_options}
@@ -84,6 +82,13 @@ def load(job: Job, longest: int, store: HiddenStateStore) -> "LLM":
     return llm
 
 
+def check_options(engine_options: dict[str, Any]) -> None:
+    """AerieError for an option that extraction sets itself."""
+    taken = sorted(set(engine_options) & set(_FIXED))
+    if taken:
+        raise AerieError(f"engine_options {', '.join(taken)}: extraction sets these itself. Take them out of the target's engine_options.")
+
+
 def _max_model_len(job: Job, longest: int) -> int:
     """As short as the samples allow, since vLLM insists on memory for one request of that length.
 
@@ -94,7 +99,7 @@ def _max_model_len(job: Job, longest: int) -> int:
     return (job.max_tokens if by_length else longest) + _SPARE_TOKENS
 
 
-def _run(llm: "LLM", samples: SampleSet, outcome: Outcome) -> None:
+def run(llm: "LLM", samples: SampleSet, outcome: Outcome) -> None:
     """Feeds the samples in rounds; stops at the first failure that is not of one sample alone."""
     from vllm import SamplingParams
 
@@ -132,7 +137,7 @@ def _account(llm: "LLM", outcome: Outcome, flush: bool) -> None:
     outcome.add(reports[0]["written"], [Failure(**failure) for failure in reports[0]["failures"]])
 
 
-def _shut_down(llm: "LLM") -> None:
+def shut_down(llm: "LLM") -> None:
     """Ends workers and threads, so that the process can end or load another target."""
     from vllm.distributed import cleanup_dist_env_and_memory
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import AerieError, describe
+from .errors import AerieError, ProcessFailed, describe
 from .hidden_states import VERSION, Capture, capture_key, row_bytes
 from .keys import sample_key
 from .provenance import provenance
@@ -221,4 +221,5 @@ class Outcome:
             shown = ", ".join(failure.key for failure in failures[:5]) + (", …" if len(failures) > 5 else "")
             lines.append(f"{len(failures):,} × {cause}\n  samples {shown}")
             print(failures[0].trace or cause, flush=True)  # to the log
-        raise AerieError("\n".join(lines))
+        kind = ProcessFailed if any(failure.trace for failure in self.failed.values()) else AerieError
+        raise kind("\n".join(lines))

@@ -127,9 +127,9 @@ class Target:
 def head_names(where: dict[str, str], text_config: Any, folder: Path) -> dict[str, str]:
     """Names of the tensors embed_tokens, norm and lm_head among `where`; a tied head is the embedding."""
     names = {
-        "embed_tokens": _one_tensor(where, r"(^|\.)embed_tokens\.weight$"),
-        "norm": _one_tensor(where, r"(^|\.)model\.norm\.weight$|^norm\.weight$"),
-        "lm_head": _one_tensor(where, r"(^|\.)lm_head\.weight$"),
+        "embed_tokens": one_tensor(where, r"(^|\.)embed_tokens\.weight$"),
+        "norm": one_tensor(where, r"(^|\.)model\.norm\.weight$|^norm\.weight$"),
+        "lm_head": one_tensor(where, r"(^|\.)lm_head\.weight$"),
     }
     if names["lm_head"] is None and getattr(text_config, "tie_word_embeddings", False):
         names["lm_head"] = names["embed_tokens"]
@@ -142,7 +142,7 @@ def head_names(where: dict[str, str], text_config: Any, folder: Path) -> dict[st
     return {part: name for part, name in names.items() if name is not None}
 
 
-def _one_tensor(where: dict[str, str], pattern: str) -> str | None:
+def one_tensor(where: dict[str, str], pattern: str) -> str | None:
     """The name that matches, the shortest if several do (a wrapper's vision tower has longer names)."""
     return min((name for name in where if re.search(pattern, name)), key=lambda name: (len(name), name), default=None)
 

