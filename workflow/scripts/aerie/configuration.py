@@ -16,6 +16,7 @@ import pandas as pd
 from .errors import AerieError
 from .keys import canonical_json, digest_of
 from .provenance import versions
+from .sources import Source
 from .store import RecipeName
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -124,7 +125,7 @@ class Plan:
         """(stage, name) of every recipe that a run needs, in the order of the workflow."""
         pair = f"{run.target}/{run.dataset}"
         target, dataset = self.config["targets"][run.target], self.config["datasets"][run.dataset]
-        files = [target.get("gguf", ""), self.config["evaluation"]["prompts"], *dataset["sources"]]
+        files = [target.get("gguf", ""), self.config["evaluation"]["prompts"], *(Source.of(item).path for item in dataset["sources"])]
         found = [("fetch_package_file", name) for name in self.config["downloads"]]
         found = [step for step in found if any(Path(file).is_relative_to(f"results/downloads/{step[1]}") for file in files)]
         found += [("convert_target", run.target), ("fingerprint_target", run.target), ("preflight_target", run.target)]
