@@ -332,9 +332,9 @@ def run_command(case: Case, root: Path) -> tuple[subprocess.CompletedProcess, Pa
     recipe = {"stage": "preflight_target", "version": 2, "settings": case.settings, "runtime": case.runtime}
     (root / "recipe.json").write_text(json.dumps(recipe))
     (root / "target.json").write_text(json.dumps(target))
-    command = [sys.executable, str(SCRIPTS / "preflight_target.py"), "--gpus", str(case.granted), "--output", root / "found.json"]
+    command = [sys.executable, str(SCRIPTS / "preflight_target.py"), "--gpus", str(case.granted), "--output", str(root / "found.json")]
     for name, path in (("recipe", "recipe.json"), ("target", "target.json"), ("store", "store"), ("log", "preflight.log")):
-        command += [f"--{name}", root / path]
+        command += [f"--{name}", str(root / path)]
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False), root / "found.json"
 
