@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from aerie import checks_engine, preflight
+import preflight_target
+from aerie import checks_engine, cli, preflight
+from aerie.errors import AerieError
 from aerie.preflight import Subject, examine
 from aerie.targets import Target, fingerprint
 from checkout import SCRIPTS
@@ -326,17 +328,16 @@ def test_the_table_holds_every_word():
     assert shown.count("word") == 60 and "-> do this" in shown and "b        ok       fine" in shown
 
 
-def run_command(case: Case, root: Path) -> tuple[subprocess.CompletedProcess, Path]:
-    """The command as Snakemake calls it."""
+def arguments(case: Case, root: Path) -> list[str]:
+    """Of the command, as Snakemake gives them."""
     target = fingerprint("t", {"path": str(case.folder)}, case.trusted, root / "hashes")
     recipe = {"stage": "preflight_target", "version": 2, "settings": case.settings, "runtime": case.runtime}
     (root / "recipe.json").write_text(json.dumps(recipe))
     (root / "target.json").write_text(json.dumps(target))
-    command = [sys.executable, str(SCRIPTS / "preflight_target.py"), "--gpus", str(case.granted), "--output", root / "found.json"]
-    for name, path in (("recipe", "recipe.json"), ("target", "target.json"), ("store", "store"), ("log", "preflight.log")):
-        command += [f"--{name}", root / path]
-    environment = os.environ | {"OMP_NUM_THREADS": "2"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False), root / "found.json"
+    given = ["--gpus", str(case.granted)]
+    for name, path in (("output", "found.json"), ("recipe", "recipe.json"), ("target", "target.json"), ("store", "store")):
+        given += [f"--{name}", str(root / path)]
+    return given
 
 
 @pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="expects a host without GPUs")
@@ -346,7 +347,9 @@ def test_a_family_from_configuration_alone(name, tmp_path):
     case = family_case(tmp_path, name)
     started = time.monotonic()
     cpu = os.times()
-    done, output = run_command(case, tmp_path)
+    command = [sys.executable, str(SCRIPTS / "preflight_target.py"), *arguments(case, tmp_path), "--log", str(tmp_path / "preflight.log")]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "2"}, check=False)
+    output = tmp_path / "found.json"
     spent = os.times()
     assert done.returncode == 0, done.stderr
     found = {row["check"]: row for row in json.loads(output.read_text())["checks"]}
@@ -368,10 +371,12 @@ def peak_of_children() -> int:
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
 
 
-def test_one_failure_fails_the_command(tmp_path):
+def test_one_failure_fails_the_command(tmp_path, capfd):
     case = Case(make_tiny_llama(tmp_path / "target"))
     case.edit(architectures=["NobodyForCausalLM"])
-    done, output = run_command(case, tmp_path)
-    assert done.returncode == 1 and not output.exists()
-    assert "architecture" in done.stderr and "NobodyForCausalLM is not known to the installed vLLM" in done.stderr
-    assert "-> Set the target's engine to transformers" in done.stderr
+    with pytest.raises(AerieError, match=r"3 of 27 checks failed: architecture, EAGLE-3 interface, twin"):
+        preflight_target.main(cli.engine_parser(None).parse_args(arguments(case, tmp_path)))
+    assert not (tmp_path / "found.json").exists()
+    shown = capfd.readouterr().err
+    assert "NobodyForCausalLM is not known to the installed vLLM" in shown
+    assert "-> Set the target's engine to transformers" in shown

@@ -102,6 +102,7 @@ def test_a_broken_capture_is_found(tmp_path, monkeypatch):
     assert any("1 of 5 prompts have no states" in problem for problem in report.problems), report
 
 
+@pytest.mark.long
 def test_not_a_number_is_found(tmp_path, monkeypatch):
     """Randomly filled or not: an infinity in the twin's weights ends its capture with the layers named."""
     real = twin.randomise

@@ -7,7 +7,7 @@ from typing import Any
 
 from .errors import AerieError
 from .preflight import Finding, Subject, read_json
-from .targets import head_names, weight_map
+from .targets import head_names
 
 _INDEX = "model.safetensors.index.json"
 _READ_BYTES = 256 * 2**20  # of values: a second or two
@@ -25,7 +25,7 @@ def weight_index(subject: Subject) -> Finding:
     index = read_index(subject)
     if index is not None and not isinstance(index.get("weight_map"), dict):
         return Finding("failed", f"{_INDEX} has no weight_map", _AGAIN)
-    where = weight_map(subject.target.folder)
+    where = tensor_files(subject.target.folder)
     layers = {int(found[1]) for name in where if "vision" not in name and (found := re.search(r"\blayers\.(\d+)\.", name))}
     missing = sorted(set(range(subject.target.num_layers)) - layers)
     if missing:
@@ -41,7 +41,7 @@ def weight_index(subject: Subject) -> Finding:
 
 def weight_files(subject: Subject) -> Finding:
     """Whether the files that the index names are there, whole, and hold what it says."""
-    folder, where = subject.target.folder, weight_map(subject.target.folder)
+    folder, where = subject.target.folder, tensor_files(subject.target.folder)
     files = sorted(set(where.values()))
     missing = [file for file in files if not (folder / file).is_file()]
     if len(missing) == len(files):
@@ -63,7 +63,7 @@ def weight_files(subject: Subject) -> Finding:
 
 def head_weights(subject: Subject) -> Finding:
     """Whether embedding, final norm and output head, which a draft shares with its target, are there and of the right shape."""
-    target, where = subject.target, weight_map(subject.target.folder)
+    target, where = subject.target, tensor_files(subject.target.folder)
     names = head_names(where, target.text_config, target.folder)
     wanted = {
         "embed_tokens": [target.vocab_size, target.hidden_size],
@@ -89,7 +89,7 @@ def weight_values(subject: Subject) -> Finding:
     import torch
     from safetensors import safe_open
 
-    folder, where = subject.target.folder, weight_map(subject.target.folder)
+    folder, where = subject.target.folder, tensor_files(subject.target.folder)
     there = [name for name in where if (folder / where[name]).is_file()]
     if not there:
         return Finding("ok", "no weights here yet to look at")
@@ -112,6 +112,16 @@ def weight_values(subject: Subject) -> Finding:
             whole = False
             break
     return Finding("ok", f"{read / 1e6:,.0f} MB read{'' if whole else ' (norms, embedding, head and a part of the rest)'}: all finite")
+
+
+def tensor_files(folder: Path) -> dict[str, str]:
+    """{tensor: file}, like targets.weight_map, for files that the safetensors library would refuse, too."""
+    if (folder / _INDEX).exists():
+        return dict(read_json(folder / _INDEX)["weight_map"])
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise AerieError(f"{folder}: neither *.safetensors files nor {_INDEX}; Aerie reads weights in safetensors only. Convert the model.")
+    return {name: path.name for path in paths for name in read_header(path)[0]}
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:

@@ -87,7 +87,8 @@ def dead_children() -> list[str]:
                 if child.exitcode:
                     ended.append((f"{child.name} (pid {child.pid})", child.exitcode))
             elif isinstance(child, subprocess.Popen) and child.poll():
-                ended.append((f"{child.args if isinstance(child.args, str) else child.args[0]} (pid {child.pid})", child.returncode))
+                command = child.args if isinstance(child.args, str) else subprocess.list2cmdline(child.args)  # type: ignore[arg-type]
+                ended.append((f"{command[:80]} (pid {child.pid})", child.returncode))
         except (AssertionError, ReferenceError, ValueError):  # of another process, or closed
             continue
     told = (-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM, 1)

@@ -19,7 +19,7 @@ import numpy as np
 from .errors import AerieError, describe
 from .extraction import Job, Outcome, SampleSet
 from .hidden_states import HiddenStateStore, read_shard
-from .targets import Target, one_tensor, weight_map
+from .targets import Target, one_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -173,7 +173,7 @@ def run_made_twin(
     layer_ids = tuple(sorted({1, count // 2, count - 1, count} - {0}))
     longest = min(max(_PROMPTS), twin.max_positions or max(_PROMPTS))
     generator = np.random.default_rng(0)
-    samples = SampleSet.of([generator.integers(1, _VOCAB, min(length, longest)) for length in _PROMPTS])
+    samples = SampleSet.of([generator.integers(1, _VOCAB, min(length, longest)).tolist() for length in _PROMPTS])
     if engine == "vllm":
         options |= {"kv_cache_memory_bytes": _CACHE_BYTES, "max_logprobs": _VOCAB, "max_num_seqs": 8}
     job = Job(twin, layer_ids, "float32", report.dtype, engine, device, 1, options)
@@ -257,10 +257,13 @@ def save_as_target(model: Any, folder: Path, embedding: str | None) -> None:
 
 def _embedding_name(target: Target) -> str:
     """Of the target's own tensors; the common name of a wrapper where there are no weights yet."""
+    from .checks_weights import tensor_files
+
+    usual = "language_model.model.embed_tokens.weight"
     try:
-        return one_tensor(weight_map(target.folder), r"(^|\.)embed_tokens\.weight$") or ""
-    except AerieError:
-        return "language_model.model.embed_tokens.weight"
+        return one_tensor(tensor_files(target.folder), r"(^|\.)embed_tokens\.weight$") or usual
+    except AerieError:  # no weights yet
+        return usual
 
 
 def _through_vllm(job: Job, samples: SampleSet, store: HiddenStateStore, report: TwinReport, randomise: bool) -> Outcome:

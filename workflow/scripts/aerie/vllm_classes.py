@@ -85,7 +85,7 @@ def inspect_class(architecture: str, text_architecture: str | None = None) -> Mo
     if any(base.__module__.startswith("vllm.model_executor.models.transformers") for base in outer.__mro__):
         found |= {"path": "model.layers", "decoder": "transformers' own"}  # vLLM runs transformers' class with its own attention
     elif holder and decoder:
-        signature = inspect.signature(_unwrapped(decoder.forward))
+        signature = inspect.signature(_unwrapped(decoder.forward))  # type: ignore[attr-defined]
         call = _call_of_layer(holder)
         found |= {
             "path": path,
@@ -156,13 +156,14 @@ class _Reader:
             for node in ast.walk(tree):
                 if isinstance(node, ast.Call) and ast.unparse(node.func) == "super().__init__":
                     self._keep_keywords(node, scope, self.overrides)
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-                for target in targets:
+                if not isinstance(node, ast.Assign | ast.AnnAssign):
+                    continue
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                     for one in target.elts if isinstance(target, ast.Tuple) else [target]:
-                        if isinstance(one, ast.Attribute) and ast.unparse(one.value) == "self" and node.value is not None:  # type: ignore[union-attr]
+                        if isinstance(one, ast.Attribute) and ast.unparse(one.value) == "self":
                             child = found.setdefault(one.attr, _Child())
                             if not child.classes and not child.registered:
-                                self._read(node.value, scope, child, 0)  # type: ignore[union-attr]
+                                self._read(node.value, scope, child, 0)
             if not any(isinstance(node, ast.Call) and ast.unparse(node.func) == "super().__init__" for node in ast.walk(tree)):
                 break  # the bases' own are not run
         return found
@@ -170,6 +171,7 @@ class _Reader:
     def _scope(self, function: Any, tree: ast.AST) -> dict[str, Any]:
         """Names that an expression in the function may use: its module's, its parameters' classes, its inner functions."""
         scope = dict(function.__globals__)
+        scope |= {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)}
         for name, parameter in inspect.signature(function).parameters.items():
             scope[name] = self.overrides.get(name, parameter.default)
         assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
