@@ -79,7 +79,7 @@ def check_disk(job: Job, samples: SampleSet, store: Path) -> None:
     if needed > free:
         raise AerieError(
             f"the hidden states of {len(samples):,} samples take {needed / 1e9:,.1f} GB, {store} has {free / 1e9:,.1f} GB free. "
-            "Make room, set another store, fewer max_samples, or stored_dtype float8_e4m3."
+            "Make room, set another store, fewer max_samples, or stored_dtype float8."
         )
 
 

@@ -1,8 +1,7 @@
 """What the two extraction engines share: the job, its samples, and the account of what became of each of them."""
 
-import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ from .stage import Recipe, versions
 from .targets import Target
 
 SHARD_BYTES = 256 * 2**20
-_ROUND_SECONDS = 20.0
-_FIRST_ROUND_TOKENS = 8_192
 
 
 @dataclass(frozen=True)
@@ -143,22 +140,6 @@ class SampleSet:
                 f"{', '.join(names)}{more}. Lower the dataset's max_length (or raise engine_options.max_model_len)."
             )
 
-    def rounds(self, clock: Callable[[], float] = time.monotonic) -> Iterator[list[int]]:
-        """Positions in rounds of about 20 s, so that progress shows and a failure stops the work soon.
-
-        The first round is small; the next ones go by the speed of the one before.
-        """
-        start, budget = 0, float(_FIRST_ROUND_TOKENS)
-        while start < len(self):
-            ends = np.cumsum(self.tokens[start:])
-            size = max(1, int(np.searchsorted(ends, budget, side="right")))
-            began = clock()
-            yield list(range(start, start + size))
-            rate = float(ends[size - 1]) / max(clock() - began, 1e-3)
-            # A first round measures warming up, too: no jump to more than eight times.
-            budget = min(max(rate * _ROUND_SECONDS, _FIRST_ROUND_TOKENS), 8 * budget)
-            start += size
-
 
 @dataclass(frozen=True)
 class Failure:
@@ -175,10 +156,15 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """The account: every sample asked for is in `written` (key: shard's file name) or in `failed`."""
+    """The account: every sample asked for is in `written` (key: shard's file name) or in `failed`.
+
+    seconds: where the time went, as far as the engine says: "taking" states in the engine's own thread, of that "waiting"
+    for the disk, and "writing" in other threads, all together.
+    """
 
     written: dict[str, str] = field(default_factory=dict)
     failed: dict[str, Failure] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def add(self, written: dict[str, str], failures: Sequence[Failure]) -> None:
         self.written |= written
