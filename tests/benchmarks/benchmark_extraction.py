@@ -9,7 +9,8 @@ Variants, each an engine in a process of its own that is loaded once; repeats al
     base          vLLM alone: LLM.generate, one token each, as vLLM sets itself up (eager, no prefix caching)
     aerie         this repository's extraction: engine_vllm, capture_connector, shard_writer; fsync is in the time
     example       vLLM's ExampleHiddenStatesConnector, until every file is whole and on disk (needs a GPU)
-    transformers  this repository's transformers engine, at the best of several batch sizes, on every tenth prompt (--with)
+    transformers  this repository's transformers engine, at the best of several batch sizes, on every tenth prompt
+                  (--with transformers: once, when the others have ended)
 
 The prompts are 800 of 200 to 2,048 random tokens, longest first, the same for all. Writes results.json after every
 repeat, a log for each variant, and prints a table.
@@ -19,6 +20,7 @@ Time: the engines import together and load one after the other. A repeat is not 
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -137,7 +139,7 @@ class Benchmark:
         args.out.mkdir(parents=True, exist_ok=True)
         self.scratch = Path(tempfile.mkdtemp(prefix="aerie-benchmark-", dir=args.disk))
         self.gpu = Path("/proc/driver/nvidia/version").exists()
-        names = ["base", "aerie", *(["example"] if self.gpu else []), *args.extra]
+        self.names = ["base", "aerie", *(["example"] if self.gpu else [])]
         folder = args.target or write_model(self.scratch / "model", SHAPES[args.shape], args.dtype)
         self.job = {
             "folder": str(folder),
@@ -147,13 +149,14 @@ class Benchmark:
             "dtype": args.dtype,
             "stored_dtype": args.stored_dtype,
             "prompts": args.prompts,
-            "share": round(0.88 / sum(name != "transformers" for name in names), 3),  # of the GPU's memory
+            "share": round(0.88 / len(self.names), 3),  # of the GPU's memory
         }
         self.results: dict[str, Any] = {
             "command": sys.argv,
             "setting": self.job | {"machine_cores": os.cpu_count()},
-            "variants": {name: {"repeats": []} for name in names},
+            "variants": {name: {"repeats": []} for name in [*self.names, *args.extra]},
         }
+        self._fit_disk()
         self.workers: dict[str, Worker] = {}
 
     @property
@@ -165,23 +168,43 @@ class Benchmark:
         try:
             self._load()
             self._repeat()
+            for name in self.args.extra:
+                self._end_workers()
+                self.workers[name] = self._start(name)
+                if self._ask(name, "load"):
+                    self._run(name)
         finally:
-            for worker in self.workers.values():
-                worker.end()
+            self._end_workers()
             shutil.rmtree(self.scratch, ignore_errors=True)
             self.results["seconds"] = round(time.monotonic() - self.began, 1)
             self._save()
             print(table(self.results), flush=True)
 
     def _load(self) -> None:
-        for name in self.results["variants"]:
-            self.workers[name] = Worker(name, self.job, self.args.out / f"{name}.log")
+        self.workers = {name: self._start(name) for name in self.names}
         if self.gpu:  # a virtual machine may be given its memory as it first uses it: not while we measure
             threading.Thread(target=touch_memory, daemon=True).start()
-        self.results["disk"] = measure_disk(self.scratch, 2**32 if self.gpu else 2**28)
-        say(f"{self.scratch} takes {self.results['disk']['bytes_per_second'] / 1e9:.2f} GB/s")
         for name in list(self.workers):  # one at a time: each looks at how much memory is free
             self._ask(name, "load")
+        self.results["disk"] = measure_disk(self.scratch, 2**32 if self.gpu else 2**28)
+        say(f"{self.scratch} takes {self.results['disk']['bytes_per_second'] / 1e9:.2f} GB/s")
+
+    def _start(self, name: str) -> "Worker":
+        return Worker(name, self.job, self.args.out / f"{name}.log")
+
+    def _end_workers(self) -> None:
+        for worker in self.workers.values():
+            worker.end()
+        self.workers = {}
+
+    def _fit_disk(self) -> None:
+        """Takes fewer prompts where the states of all would not fit."""
+        config = json.loads((Path(self.job["folder"]) / "config.json").read_text())
+        token = 4 * config.get("text_config", config)["hidden_size"] * (4 if self.args.stored_dtype == "float32" else 2)
+        fitting = int(0.8 * shutil.disk_usage(self.scratch).free / (token * (_SHORTEST + _LONGEST) / 2))
+        if fitting < self.args.prompts:
+            say(f"{self.scratch} has room for the states of {fitting} prompts: that many are taken")
+            self.job["prompts"] = fitting
 
     def _repeat(self) -> None:
         longest_turn = 0.0
@@ -192,12 +215,15 @@ class Benchmark:
                 break
             began = time.monotonic()
             for name in list(self.workers):
-                found = self._ask(name, "run")
-                if found:
-                    self.results["variants"][name]["repeats"].append(found)
-                    say(f"{name}: {found['tokens'] / found['seconds']:,.0f} tokens/s, {found.get('bytes', 0) / 1e9:.2f} GB")
-                self._save()
+                self._run(name)
             longest_turn = max(longest_turn, time.monotonic() - began)
+
+    def _run(self, name: str) -> None:
+        found = self._ask(name, "run")
+        if found:
+            self.results["variants"][name]["repeats"].append(found)
+            say(f"{name}: {found['tokens'] / found['seconds']:,.0f} tokens/s, {found.get('bytes', 0) / 1e9:.2f} GB")
+        self._save()
 
     def _ask(self, name: str, what: str) -> dict[str, Any] | None:
         """The worker's answer; None where it failed, after which it is left out."""
@@ -240,10 +266,8 @@ class Worker:
             return {"error": f"the process ended with code {self.process.exitcode}"}
 
     def end(self) -> None:
-        try:
+        with contextlib.suppress(OSError):
             self.pipe.send("end")
-        except OSError:
-            pass
         self.process.join(15)
         for stop in (self.process.terminate, self.process.kill):
             if self.process.is_alive():
@@ -271,7 +295,7 @@ def serve(name: str, job: dict[str, Any], log: str, pipe: Connection) -> None:
                 pipe.send(run(prompts))
     except EOFError:
         return
-    except BaseException as error:  # noqa: BLE001 - the parent shows it
+    except BaseException as error:
         traceback.print_exc()
         pipe.send({"error": f"{type(error).__name__}: {error}"})
         raise

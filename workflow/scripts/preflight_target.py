@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from aerie import cli
 from aerie.chat import Conversation, render
+from aerie.engine_choice import choose_engine
 from aerie.errors import AerieError, describe
 from aerie.stage import Recipe, versions, write_atomically
 from aerie.targets import Target, head_names, weight_map
@@ -29,7 +30,8 @@ class Check(NamedTuple):
 
 def main(args: argparse.Namespace) -> None:
     recipe, target = Recipe.read(args.recipe), Target.read(args.target)
-    checks = list(examine(target, recipe.settings))
+    engine, why = choose_engine(target, recipe.settings["engine"])
+    checks = [Check("engine", "ok", f"{engine}: {why}"), *examine(target, recipe.settings | {"engine": engine})]
     for check in checks:
         cli.say(f"  {check.verdict:8} {check.check}: {check.found}{'. ' + check.remedy if check.remedy else ''}")
     failed = [check for check in checks if check.verdict == "failed"]

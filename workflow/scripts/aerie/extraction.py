@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .engine_choice import choose_engine
 from .errors import AerieError, describe
 from .hidden_states import VERSION, Capture, capture_key
 from .keys import sample_key
@@ -51,14 +52,15 @@ class Job:
             raise AerieError(f"the recipe is for version {recipe.version} of {recipe.stage}, this is version {VERSION}: run snakemake")
         settings, runtime = recipe.settings, recipe.runtime
         options = runtime["engine_options"]
-        if settings["engine"] == "transformers":  # the other options are for vLLM, which still answers and evaluates
+        engine, _ = choose_engine(target, settings["engine"])
+        if engine == "transformers":  # the other options are for vLLM, which still answers and evaluates
             options = {name: value for name, value in options.items() if name in ("batch_tokens", "max_model_len")}
         return cls(
             target=target,
             layer_ids=(*target.aux_layer_ids(settings["aux_layer_ids"]), target.num_layers),
             stored_dtype=settings["stored_dtype"],
             compute_dtype=settings["compute_dtype"],
-            engine=settings["engine"],
+            engine=engine,
             value_options=settings["value_options"],
             device=runtime.get("device", "auto"),
             tensor_parallel=runtime.get("tensor_parallel", 1),

@@ -341,11 +341,14 @@ class HiddenStateStore:
         The kernel frees them when this process and what it forked are gone, however they ended.
         """
         folder = self.folder / ".locks"
-        folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                files = [stack.enter_context(open(folder / f"{bucket:02x}", "ab")) for bucket in sorted(set(buckets))]
+            except OSError as error:
+                raise AerieError(f"the store cannot be written to: {error}. Make it writable, or set another store.") from error
             waited = False
-            for bucket in sorted(set(buckets)):
-                file = stack.enter_context(open(folder / f"{bucket:02x}", "ab"))
+            for file in files:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
