@@ -59,7 +59,7 @@ def fill(root, stored_dtype="float32", shards=((3, 1, 40), (7,)), seed=0):
     return capture, store, [one for batch in samples for one in batch], paths
 
 
-@pytest.mark.parametrize("stored_dtype", ["float32", "bfloat16", "float8_e4m3"])
+@pytest.mark.parametrize("stored_dtype", ["float32", "bfloat16", "float8"])
 def test_states_come_back(tmp_path, stored_dtype):
     capture, store, samples, paths = fill(tmp_path, stored_dtype)
     index = write_index(tmp_path / "index", store, capture)
@@ -67,7 +67,7 @@ def test_states_come_back(tmp_path, stored_dtype):
     assert sorted(index.keys()) == sorted(sample.key for sample in samples)
     for sample in samples:
         got = index.states(sample.key)
-        assert got.dtype == (torch.bfloat16 if stored_dtype == "float8_e4m3" else sample.states.dtype)
+        assert got.dtype == (torch.bfloat16 if stored_dtype == "float8" else sample.states.dtype)
         assert torch.equal(got, hs.decode(sample.states, sample.scales))
         assert (index.token_ids(sample.key) == sample.token_ids).all() and index.tokens(sample.key) == len(sample.token_ids)
     for path in paths:
@@ -81,11 +81,24 @@ def test_states_come_back(tmp_path, stored_dtype):
 
 
 def test_float8_keeps_small_and_large_layers():
-    states = make_states(50) * torch.tensor([1e-3, 1.0, 1e3, 0.0]).view(1, 4, 1)
-    back = hs.decode(*hs.encode(states, "float8_e4m3")).float()
-    error = (back - states).norm(dim=(0, 2))[:3] / states.norm(dim=(0, 2))[:3]
-    assert (error < 0.03).all()
-    assert (back[:, 3] == 0).all()
+    """Layers as they grow in a real model, the last with an attention sink's huge values: a scale a token, as speculators
+    has it, leaves the shallow layers a few of 256 steps; a scale for each token and layer costs every layer the same."""
+    from hs_connectors.fp8_utils import dequantize_fp8_tensor, quantize_tensor_to_fp8
+
+    states = make_states(200) / 3 * torch.tensor([0.02, 0.5, 5.0, 30.0]).view(1, 4, 1)
+    states[:, 3, 7] = 5000.0
+
+    def error(back):
+        return ((back.float() - states).norm(dim=(0, 2)) / states.norm(dim=(0, 2))).tolist()
+
+    ours = error(hs.decode(*hs.encode(states, "float8")))
+    theirs = error(dequantize_fp8_tensor(*quantize_tensor_to_fp8(states), torch.float32))
+    print(f"relative error of float8 by layer: a scale a token and layer {ours}, a scale a token {theirs}")
+    assert max(ours) < 0.03
+    assert theirs[0] > 0.25 > 10 * ours[0]  # crushed
+
+    zeros = torch.zeros(3, 4, HIDDEN)
+    assert torch.equal(hs.decode(*hs.encode(zeros, "float8")).float(), zeros)
 
 
 def damage_truncate(path):
@@ -194,42 +207,53 @@ def test_capture_key_and_shard_bytes_have_not_changed(tmp_path):
     import extract_hidden_states
 
     assert extract_hidden_states.VERSION == hs.VERSION == 1
-    key = hs.capture_key("f", [5, 2, 2], "float8_e4m3", "float32", "vllm")
-    assert key[:16] == "e514551288cd8c1c"
+    key = hs.capture_key("f", [5, 2, 2], "float8", "float32", "vllm")
+    assert key[:16] == "bf9a7b0502c3e851"
     ids = np.array([3, 1, 4], dtype=np.int32)
-    states, scales = hs.encode(torch.arange(24, dtype=torch.float32).view(3, 2, 4) / 7, "float8_e4m3")
-    capture = hs.Capture(key, (2, 5), "float8_e4m3", "float32", "vllm", {}, {})
+    states, scales = hs.encode(torch.arange(24, dtype=torch.float32).view(3, 2, 4) / 7, "float8")
+    capture = hs.Capture(key, (2, 5), "float8", "float32", "vllm", {}, {})
     path = hs.HiddenStateStore(tmp_path, key).write_shard(capture, [hs.StoredSample(sample_key(ids), ids, states, scales)], 1.0)
-    assert path.stem == "ee5ab02baf81c2c7155908db776b9dc8"
+    assert path.stem == "9ce173118105775677f92beba1d1280e"
 
 
-def captured(sample, reserved=100, wait=lambda: None, finite=None):
-    finite = torch.ones(len(LAYER_IDS), dtype=torch.bool) if finite is None else finite
-    return Captured(sample.key, sample.token_ids, sample.states, sample.scales, finite, wait, reserved)
+ROW_BYTES = hs.row_bytes(len(LAYER_IDS), HIDDEN, "float32")
+
+
+def make_writer(store, capture, shard_rows, longest=4):
+    return ShardWriter(store, capture, HIDDEN, longest, shard_rows * ROW_BYTES)
+
+
+def take(writer, sample, wait=lambda: None, finite=(True,) * 4):
+    """What an engine does with a sample's states."""
+    slot = writer.reserve(len(sample.token_ids))
+    slot.states.copy_(sample.states)
+    slot.finite.copy_(torch.tensor(finite))
+    writer.add(Captured(sample.key, sample.token_ids, slot, wait))
 
 
 def test_the_writer_packs_and_flushes(tmp_path):
     capture = make_capture()
     store = hs.HiddenStateStore(tmp_path, capture.key)
-    writer = ShardWriter(store, capture, shard_bytes=250)
+    writer = make_writer(store, capture, shard_rows=8)
     writer.start_clock()
     samples = [make_sample(3, seed) for seed in range(8)]
     for sample in samples:
-        writer.reserve(100)
-        writer.add(captured(sample))
+        take(writer, sample)
     writer.flush()
     written, failures = writer.report()
     assert set(written) == {sample.key for sample in samples} and not failures
-    assert len(set(written.values())) == 3  # 3 + 3 + 2
-    assert set(store.known()["sample_key"]) == set(written)
-    assert writer.report() == ({}, []) and writer._in_memory == 0
+    assert len(set(written.values())) == 4  # two a shard
+    index = write_index(tmp_path / "index", store, capture)
+    for sample in samples:  # memory that was used again while its shard was being written would show
+        assert torch.equal(index.states(sample.key), sample.states)
+    assert writer.report() == ({}, [])
     writer.close()
 
 
 def test_every_sample_of_a_failed_write_is_accounted_for(tmp_path, monkeypatch):
     capture = make_capture()
     store = hs.HiddenStateStore(tmp_path, capture.key)
-    writer = ShardWriter(store, capture, shard_bytes=200)
+    writer = make_writer(store, capture, shard_rows=6)
     real, calls = store.write_shard, []
 
     def failing(*args):
@@ -241,61 +265,59 @@ def test_every_sample_of_a_failed_write_is_accounted_for(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "write_shard", failing)
     samples = [make_sample(3, seed) for seed in range(6)]
     for sample in samples:
-        writer.reserve(100)
-        writer.add(captured(sample))
-        writer.flush() if len(calls) == 1 else None
+        take(writer, sample)
+        writer.flush()
     writer.close()
     outcome = Outcome()
     outcome.add(*writer.report())
     outcome.close([sample.key for sample in samples], "lost")
-    assert len(outcome.written) == 4 and len(outcome.failed) == 2
+    assert len(outcome.written) == 5 and len(outcome.failed) == 1
     assert all("No space left" in failure.cause and "Traceback" in failure.trace for failure in outcome.failed.values())
-    with pytest.raises(AerieError, match=r"2 of 6 samples(.|\n)*2 × OSError: .*No space left"):
+    with pytest.raises(AerieError, match=r"1 of 6 samples(.|\n)*1 × OSError: .*No space left"):
         outcome.raise_failures()
-    assert writer._in_memory == 0
 
 
 def test_infinite_states_are_a_failure_and_the_rest_is_kept(tmp_path):
     capture = make_capture()
-    writer = ShardWriter(hs.HiddenStateStore(tmp_path, capture.key), capture, shard_bytes=1000)
+    writer = make_writer(hs.HiddenStateStore(tmp_path, capture.key), capture, shard_rows=100)
     good, bad = make_sample(3, 0), make_sample(4, 1)
-    for sample, finite in ((good, [True] * 4), (bad, [True, False, True, True])):
-        writer.reserve(100)
-        writer.add(captured(sample, finite=torch.tensor(finite)))
+    take(writer, good)
+    take(writer, bad, finite=(True, False, True, True))
     writer.close()
     written, (failure,) = writer.report()
     assert list(written) == [good.key] and failure.key == bad.key and "layer ids [4]" in failure.cause
 
 
 def test_memory_is_bounded(tmp_path):
+    """Two shards' memory: with both waiting to be written there is room for no other sample, and none is lost."""
     capture = make_capture()
-    writer = ShardWriter(hs.HiddenStateStore(tmp_path, capture.key), capture, shard_bytes=100)
+    writer = make_writer(hs.HiddenStateStore(tmp_path, capture.key), capture, shard_rows=2)
     gate = threading.Event()
-    for seed in range(4):
-        writer.reserve(100)
-        writer.add(captured(make_sample(2, seed), wait=gate.wait))
-    waiting = threading.Thread(target=writer.reserve, args=(100,))
+    for seed in range(2):
+        take(writer, make_sample(2, seed), wait=gate.wait)
+    waiting = threading.Thread(target=take, args=(writer, make_sample(4, 2)))
     waiting.start()
     time.sleep(0.1)
-    assert waiting.is_alive() and writer._in_memory == 400
+    assert waiting.is_alive()
     gate.set()
     waiting.join(10)
-    assert not waiting.is_alive()
-    writer.release(100)
-    writer.reserve(10_000)  # a sample larger than the bound waits until it is alone, and then goes through
-    writer.release(10_000)
+    assert not waiting.is_alive() and writer.seconds["waiting"] > 0.09
     writer.close()
+    assert len(writer.report()[0]) == 3
+    with pytest.raises(AerieError, match="5 tokens"):
+        writer.reserve(5)
 
 
-def test_a_sample_that_fills_the_rest_of_memory_does_not_wait_for_ever(tmp_path):
+def test_a_slot_that_is_given_up_costs_no_other_sample(tmp_path):
     capture = make_capture()
-    writer = ShardWriter(hs.HiddenStateStore(tmp_path, capture.key), capture, shard_bytes=100)
-    writer.reserve(50)
-    writer.add(captured(make_sample(2, 0), reserved=50))  # waits to be packed
-    writer.reserve(390)
-    writer.release(390)
+    writer = make_writer(hs.HiddenStateStore(tmp_path, capture.key), capture, shard_rows=4)
+    samples = [make_sample(2, seed) for seed in range(4)]
+    for sample in samples:
+        writer.reserve(2)  # a copy into it failed
+        take(writer, sample)
+        writer.reserve(4)
     writer.close()
-    assert len(writer.report()[0]) == 1
+    assert set(writer.report()[0]) == {sample.key for sample in samples}
 
 
 def test_parts_cover_every_key_once():
@@ -354,7 +376,6 @@ def test_sample_sets(tmp_path):
         samples.check(max_tokens=2)
     with pytest.raises(AerieError, match="0 tokens"):
         SampleSet.of([[]]).check(max_tokens=2)
-    assert [i for batch in SampleSet.of([[1] * (i + 1) for i in range(100)]).rounds() for i in batch] == list(range(100))
 
 
 def test_no_torch_for_the_cheap_commands():

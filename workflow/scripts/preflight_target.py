@@ -9,6 +9,7 @@ import json
 
 from aerie import cli
 from aerie.devices import has_driver, lease
+from aerie.engine_choice import choose_engine
 from aerie.errors import AerieError
 from aerie.preflight import Row, Subject, examine, table
 from aerie.provenance import versions
@@ -20,8 +21,9 @@ VERSION = 2
 
 def main(args: argparse.Namespace) -> None:
     recipe, target = Recipe.read(args.recipe), Target.read(args.target)
-    subject = Subject(target, recipe.settings, recipe.runtime, args.gpus, args.store)
-    rows: list[Row] = []
+    engine, why = choose_engine(target, recipe.settings["engine"])
+    subject = Subject(target, recipe.settings | {"engine": engine}, recipe.runtime, args.gpus, args.store)
+    rows = [Row("engine", "ok", f"{engine}: {why}", "")]
     # One GPU for the twin, and that before anything looks for GPUs: CUDA keeps to those that it found.
     with lease(int(subject.needs_gpus and has_driver() and args.gpus > 0), args.gpus):
         for row in examine(subject):

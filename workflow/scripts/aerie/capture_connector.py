@@ -9,6 +9,7 @@ The worker of tensor-parallel rank 0 writes; `CaptureWorker` adds the methods by
 Written against vLLM 0.26 (CUDA) and 0.32 (CPU).
 """
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
 from .errors import AerieError
 from .extraction import Failure
-from .hidden_states import Capture, HiddenStateStore, encode, row_bytes
+from .hidden_states import Capture, HiddenStateStore, encode
 from .keys import sample_key
 from .shard_writer import Captured, ShardWriter
 
@@ -55,7 +56,7 @@ class StepMetadata(KVConnectorMetadata):
 
 
 class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
-    """Store-only connector; kv_connector_extra_config: {store, capture (as a dict), shard_bytes}."""
+    """Store-only connector; kv_connector_extra_config: {store, capture (as a dict), max_tokens of a prompt, shard_bytes}."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -64,7 +65,7 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
         options = self._kv_transfer_config.kv_connector_extra_config
         self._capture = Capture(**options["capture"] | {"layer_ids": tuple(options["capture"]["layer_ids"])})
         self._store = HiddenStateStore(Path(options["store"]), self._capture.key)
-        self._shard_bytes = int(options["shard_bytes"])
+        self._max_tokens, self._shard_bytes = int(options["max_tokens"]), int(options["shard_bytes"])
         # The scheduler's side: prompts not yet computed to the end, and their blocks.
         self._pending: dict[str, Prompt] = {}
         # The worker's side.
@@ -73,6 +74,7 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
         self._layer = ""
         self._layer_ran = False
         self._lost: set[str] = set()
+        self._taking = 0.0  # seconds of the engine's own thread
         self._side_stream: torch.cuda.Stream | None = None
 
     # ---- scheduler ----
@@ -138,7 +140,7 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
             )
         self._cache = cache
         if get_tensor_model_parallel_rank() == 0:
-            self._writer = ShardWriter(self._store, self._capture, self._shard_bytes)
+            self._writer = ShardWriter(self._store, self._capture, cache.shape[3], self._max_tokens, self._shard_bytes, cache.is_cuda)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._writer is not None:
@@ -163,6 +165,7 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
             # vLLM leaves the states out of a whole step if one request comes within a token of max_model_len; the
             # blocks then hold what an earlier request left there.
             self._lost.update(meta.requests)
+        began = time.monotonic()
         for prompt in meta.finished:
             key = sample_key(prompt.token_ids)
             if prompt.request in self._lost:
@@ -173,6 +176,7 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
                 self._take(key, prompt)
             except Exception as error:  # noqa: BLE001 - goes into the account
                 self._writer.fail(Failure.of(key, error))
+        self._taking += time.monotonic() - began
 
     def _take(self, key: str, prompt: Prompt) -> None:
         """Copies a prompt's states to the host, asynchronously from a GPU, and hands them to the writer."""
@@ -182,33 +186,25 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
         if len(blocks) * self._block_size < tokens:
             raise AerieError(f"{len(blocks)} blocks of {self._block_size} tokens cannot hold a prompt of {tokens}")
         layers, hidden_size = cache.shape[2:]
-        on_gpu = cache.is_cuda
-        size = tokens * row_bytes(layers, hidden_size, self._capture.stored_dtype)
-        # Pinned memory comes in powers of two.
-        reserved = self._writer.reserve(1 << (size - 1).bit_length() if on_gpu else size)
+        slot = self._writer.reserve(tokens)
         try:
-            if on_gpu:
+            if cache.is_cuda:
                 blocks = blocks.pin_memory().to(cache.device, non_blocking=True)
             step = max(1, _CHUNK_BYTES // (self._block_size * layers * hidden_size * cache.element_size()))
-            host: dict[str, torch.Tensor] = {}
             finite = torch.ones(layers, dtype=torch.bool, device=cache.device)
             for start in range(0, len(blocks), step):
                 first = start * self._block_size
                 chunk = cache[blocks[start : start + step]].reshape(-1, layers, hidden_size)[: tokens - first]
                 finite &= torch.isfinite(chunk).all(dim=2).all(dim=0)
                 states, scales = encode(chunk, self._capture.stored_dtype)
-                parts = {"states": states} | ({"scales": scales} if scales is not None else {})
-                for name, part in parts.items():
-                    if name not in host:
-                        host[name] = torch.empty((tokens, *part.shape[1:]), dtype=part.dtype, pin_memory=on_gpu)
-                    self._copy(host[name][first : first + len(part)], part)
-            host["finite"] = torch.empty(layers, dtype=torch.bool, pin_memory=on_gpu)
-            self._copy(host["finite"], finite)
-            self._writer.add(
-                Captured(key, prompt.token_ids, host["states"], host.get("scales"), host["finite"], self._copy_done(), reserved)
-            )
+                self._copy(slot.states[first : first + len(states)], states)
+                if scales is not None and slot.scales is not None:
+                    self._copy(slot.scales[first : first + len(scales)], scales)
+            self._copy(slot.finite, finite)
+            self._writer.add(Captured(key, prompt.token_ids, slot, self._copy_done()))
         except BaseException:
-            self._writer.release(reserved)
+            if self._side_stream is not None:
+                self._side_stream.synchronize()  # the slot's memory will be used again
             raise
 
     def _copy(self, host: torch.Tensor, device: torch.Tensor) -> None:
@@ -232,7 +228,7 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
         return event.synchronize
 
     def report(self, flush: bool) -> dict[str, Any] | None:
-        """{written, failures} since the last report; None on the ranks that write nothing.
+        """{written, failures} since the last report, {seconds} in all; None on the ranks that write nothing.
 
         flush: first wait until every state taken is on disk or has failed.
         """
@@ -241,7 +237,8 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
         if flush:
             self._writer.flush()
         written, failures = self._writer.report()
-        return {"written": written, "failures": [vars(failure) for failure in failures]}
+        seconds = self._writer.seconds | {"taking": self._taking}
+        return {"written": written, "failures": [vars(failure) for failure in failures], "seconds": seconds}
 
     def shutdown(self) -> None:
         if self._writer is not None:

@@ -36,7 +36,7 @@ def extract(job: Job, samples: SampleSet, store: HiddenStateStore) -> Outcome:
     from .shard_writer import Captured, ShardWriter
 
     decoder, device = _load(job)
-    writer = ShardWriter(store, job.capture(), job.shard_bytes)
+    writer = ShardWriter(store, job.capture(), job.target.hidden_size, int(samples.tokens[0]), job.shard_bytes)
     progress = Progress("extract", int(samples.tokens.sum()), "tokens")
     cause = "its states never arrived; this is a bug in Aerie"
     writer.start_clock()
@@ -52,12 +52,13 @@ def extract(job: Job, samples: SampleSet, store: HiddenStateStore) -> Outcome:
                     writer.fail(Failure.of(samples.keys[i], error))
                 states = []
             for i, token_ids, wide in zip(batch, ids, states, strict=False):  # no states after a failure
+                slot = writer.reserve(len(token_ids))
                 stored, scales = encode(wide, job.stored_dtype)
-                finite = torch.isfinite(wide).all(dim=2).all(dim=0).cpu()
-                reserved = writer.reserve(stored.nbytes)
-                host = stored.cpu().contiguous()
-                host_scales = None if scales is None else scales.cpu()
-                writer.add(Captured(samples.keys[i], token_ids, host, host_scales, finite, lambda: None, reserved))
+                slot.states.copy_(stored)
+                if scales is not None and slot.scales is not None:
+                    slot.scales.copy_(scales)
+                slot.finite.copy_(torch.isfinite(wide).all(dim=2).all(dim=0))
+                writer.add(Captured(samples.keys[i], token_ids, slot))
             outcome.add(*writer.report())
             progress.update(int(samples.tokens[batch].sum()), written=len(outcome.written))
             broken = next((failure for failure in outcome.failed.values() if failure.trace), None)

@@ -4,6 +4,7 @@ The engine runs in this process (tensor-parallel workers are its children): what
 """
 
 import os
+import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 # vLLM leaves the states out of every step in which a request comes near max_model_len (one draft token, and one token
 # that an asynchronous scheduler may run ahead).
 _SPARE_TOKENS = 8
+_STEPS_AHEAD = 3  # of which one runs and one is scheduled
+_ACCOUNT_SECONDS = 2.0
 # What the capture rests on; a user's engine_options may not change it.
 _FIXED = (
     "model", "dtype", "speculative_config", "kv_transfer_config", "worker_extension_cls", "enable_prefix_caching",
@@ -65,7 +68,12 @@ def load(job: Job, longest: int, store: HiddenStateStore) -> "LLM":
             "kv_connector": "CaptureConnector",
             "kv_connector_module_path": "aerie.capture_connector",
             "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"store": str(store.root.absolute()), "capture": capture, "shard_bytes": job.shard_bytes},
+            "kv_connector_extra_config": {
+                "store": str(store.root.absolute()),
+                "capture": capture,
+                "max_tokens": longest,
+                "shard_bytes": job.shard_bytes,
+            },
         },
         worker_extension_cls="aerie.capture_connector.CaptureWorker",
         enable_prefix_caching=False,  # a cached prefix has no states
@@ -100,18 +108,31 @@ def _max_model_len(job: Job, longest: int) -> int:
 
 
 def run(llm: "LLM", samples: SampleSet, outcome: Outcome) -> None:
-    """Feeds the samples in rounds; stops at the first failure that is not of one sample alone."""
+    """Feeds the samples, a few steps ahead; stops soon after a failure that is not of one sample alone.
+
+    Were all handed over at once, or in batches, the device would stand still meanwhile.
+    """
     from vllm import SamplingParams
 
+    engine = llm.llm_engine
+    ahead = _STEPS_AHEAD * engine.vllm_config.scheduler_config.max_num_batched_tokens
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
     progress = Progress("extract", int(samples.tokens.sum()), "tokens")
     cause, trace = "vLLM finished this prompt and its states never arrived; this is a bug in Aerie or in this version of vLLM", ""
+    position, in_flight, reported = 0, 0, time.monotonic()
     try:
-        for positions in samples.rounds():
-            prompts: list[Any] = [{"prompt_token_ids": samples.ids_of(i).tolist()} for i in positions]
-            llm.generate(prompts, params, use_tqdm=False)
+        while position < len(samples) or engine.has_unfinished_requests():
+            while position < len(samples) and in_flight < ahead:
+                llm.enqueue([{"prompt_token_ids": samples.ids_of(position).tolist()}], params, use_tqdm=False)
+                in_flight += int(samples.tokens[position])
+                position += 1
+            done = sum(len(output.prompt_token_ids or ()) for output in engine.step() if output.finished)
+            in_flight -= done
+            progress.update(done, written=len(outcome.written))
+            if time.monotonic() - reported < _ACCOUNT_SECONDS:
+                continue
             _account(llm, outcome, flush=False)
-            progress.update(int(samples.tokens[positions].sum()), written=len(outcome.written))
+            reported = time.monotonic()
             broken = next((failure for failure in outcome.failed.values() if failure.trace), None)
             if broken:
                 cause = f"not tried: extraction stopped after another sample failed ({broken.cause.splitlines()[0]})"
@@ -126,7 +147,8 @@ def run(llm: "LLM", samples: SampleSet, outcome: Outcome) -> None:
     except Exception as error:  # noqa: BLE001 - an engine that is broken may not answer
         cause += f"; then it did not answer: {describe(error)}"
     outcome.close(samples.keys, cause, trace)
-    progress.done(written=len(outcome.written), failed=len(outcome.failed))
+    waited = f"{outcome.seconds.get('waiting', 0):.1f} s"
+    progress.done(written=len(outcome.written), failed=len(outcome.failed), waited_for_disk=waited)
 
 
 def _account(llm: "LLM", outcome: Outcome, flush: bool) -> None:
@@ -135,6 +157,7 @@ def _account(llm: "LLM", outcome: Outcome, flush: bool) -> None:
     if len(reports) != 1:
         raise AerieError(f"{len(reports)} workers wrote hidden states; expected one, of tensor-parallel rank 0")
     outcome.add(reports[0]["written"], [Failure(**failure) for failure in reports[0]["failures"]])
+    outcome.seconds = reports[0]["seconds"]
 
 
 def shut_down(llm: "LLM") -> None:

@@ -1,14 +1,14 @@
 """What the two extraction engines share: the job, its samples, and the account of what became of each of them."""
 
-import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from .engine_choice import choose_engine
 from .errors import AerieError, ProcessFailed, describe
 from .hidden_states import VERSION, Capture, capture_key, row_bytes
 from .keys import sample_key
@@ -19,8 +19,6 @@ from .store import free_bytes, size_text
 from .targets import Target
 
 SHARD_BYTES = 256 * 2**20
-_ROUND_SECONDS = 20.0
-_FIRST_ROUND_TOKENS = 8_192
 
 
 @dataclass(frozen=True)
@@ -56,14 +54,15 @@ class Job:
             raise AerieError(f"the recipe is for version {recipe.version} of {recipe.stage}, this is version {VERSION}: run snakemake")
         settings, runtime = recipe.settings, recipe.runtime
         options = runtime["engine_options"]
-        if settings["engine"] == "transformers":  # the other options are for vLLM, which still answers and evaluates
+        engine, _ = choose_engine(target, settings["engine"])
+        if engine == "transformers":  # the other options are for vLLM, which still answers and evaluates
             options = {name: value for name, value in options.items() if name in ("batch_tokens", "max_model_len")}
         return cls(
             target=target,
             layer_ids=(*target.aux_layer_ids(settings["aux_layer_ids"]), target.num_layers),
             stored_dtype=settings["stored_dtype"],
             compute_dtype=settings["compute_dtype"],
-            engine=settings["engine"],
+            engine=engine,
             value_options=settings["value_options"],
             device=runtime.get("device", "auto"),
             tensor_parallel=runtime.get("tensor_parallel", 1),
@@ -161,22 +160,6 @@ class SampleSet:
                 f"{', '.join(names)}{more}. Lower the dataset's max_length (or raise engine_options.max_model_len)."
             )
 
-    def rounds(self, clock: Callable[[], float] = time.monotonic) -> Iterator[list[int]]:
-        """Positions in rounds of about 20 s, so that progress shows and a failure stops the work soon.
-
-        The first round is small; the next ones go by the speed of the one before.
-        """
-        start, budget = 0, float(_FIRST_ROUND_TOKENS)
-        while start < len(self):
-            ends = np.cumsum(self.tokens[start:])
-            size = max(1, int(np.searchsorted(ends, budget, side="right")))
-            began = clock()
-            yield list(range(start, start + size))
-            rate = float(ends[size - 1]) / max(clock() - began, 1e-3)
-            # A first round measures warming up, too: no jump to more than eight times.
-            budget = min(max(rate * _ROUND_SECONDS, _FIRST_ROUND_TOKENS), 8 * budget)
-            start += size
-
 
 @dataclass(frozen=True)
 class Failure:
@@ -193,10 +176,15 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """The account: every sample asked for is in `written` (key: shard's file name) or in `failed`."""
+    """The account: every sample asked for is in `written` (key: shard's file name) or in `failed`.
+
+    seconds: where the time went, as far as the engine says: "taking" states in the engine's own thread, of that "waiting"
+    for the disk, and "writing" in other threads, all together.
+    """
 
     written: dict[str, str] = field(default_factory=dict)
     failed: dict[str, Failure] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def add(self, written: dict[str, str], failures: Sequence[Failure]) -> None:
         self.written |= written

@@ -4,8 +4,8 @@
 
     offsets        [samples + 1] int64          sample i is rows offsets[i]:offsets[i + 1]
     token_ids      [tokens] int32
-    scales         [tokens, layers] float32     only for float8_e4m3: value = stored * scale
-    hidden_states  [tokens, layers, hidden]     float32, bfloat16 or float8_e4m3; layers in ascending id
+    scales         [tokens, layers] float32     only for float8: value = stored * scale
+    hidden_states  [tokens, layers, hidden]     float32, bfloat16 or float8 (F8_E4M3); layers in ascending id
 
 The header's metadata carries the sample keys, the capture (key, layer ids, dtypes, engine, versions, provenance) and the seconds
 that the extraction of these tokens took. A file's name is the sha256 of its bytes (32 hex digits), so `sha256sum` finds
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 VERSION = 1  # raised when the same settings would give other states or another file format
 BUCKETS = 256
-SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3": "F8_E4M3"}
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float8_e4m3": 1}
+SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float8": "F8_E4M3"}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
 _FLOAT8_MAX = 448.0
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _STALE_SECONDS = 60
@@ -88,7 +88,7 @@ def part_of(key: str, parts: int) -> int:
 
 def row_bytes(layers: int, hidden_size: int, stored_dtype: str) -> int:
     """Bytes a token takes in a shard: its states, its scales if any, and its id."""
-    scales = 4 * layers if stored_dtype == "float8_e4m3" else 0
+    scales = 4 * layers if stored_dtype == "float8" else 0
     return layers * hidden_size * _ITEM_BYTES[stored_dtype] + scales + 4
 
 
@@ -96,7 +96,7 @@ def torch_dtype(stored_dtype: str) -> "torch.dtype":
     """The torch dtype of a stored dtype's name; AerieError for a name that is none."""
     import torch
 
-    found = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8_e4m3": torch.float8_e4m3fn}
+    found = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
     if stored_dtype not in found:
         raise AerieError(f"stored_dtype {stored_dtype!r}: expected one of {', '.join(found)}")
     return found[stored_dtype]
@@ -109,7 +109,7 @@ def encode(states: "torch.Tensor", stored_dtype: str) -> "tuple[torch.Tensor, to
     """
     import torch
 
-    if stored_dtype != "float8_e4m3":
+    if stored_dtype != "float8":
         return states.to(torch_dtype(stored_dtype)), None
     wide = states.float()
     scales = wide.abs().amax(dim=-1) / _FLOAT8_MAX
@@ -257,7 +257,7 @@ def _layout(samples: int, tokens: int, layers: int, hidden_size: int, stored_dty
         ("scales", "F32", [tokens, layers], 4),
         ("hidden_states", SAFETENSORS_DTYPES[stored_dtype], [tokens, layers, hidden_size], _ITEM_BYTES[stored_dtype]),
     ]
-    if stored_dtype != "float8_e4m3":
+    if stored_dtype != "float8":
         del tensors[2]
     header, start = {}, 0
     for name, dtype, shape, item in tensors:
@@ -329,16 +329,15 @@ class HiddenStateStore:
 
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.folder / f".{uuid.uuid4().hex}.tmp"
-        digest = hashlib.sha256()
         try:
-            with open(temporary, "wb") as file:
+            with open(temporary, "wb") as file, ThreadPoolExecutor(1) as beside:
                 fcntl.flock(file, fcntl.LOCK_EX)  # says that its writer lives, see remove_stale
+                digest = beside.submit(_sha256, parts())  # hashing takes as long as writing
                 for part in parts():
-                    digest.update(part)
                     file.write(part)
                 file.flush()
                 os.fsync(file.fileno())
-                path = self.folder / f"{digest.hexdigest()[:32]}.safetensors"
+                path = self.folder / f"{digest.result()[:32]}.safetensors"
                 temporary.replace(path)
             sync_folder(self.folder)
         except BaseException:
@@ -374,11 +373,14 @@ class HiddenStateStore:
         The kernel frees them when this process and what it forked are gone, however they ended.
         """
         folder = self.folder / ".locks"
-        folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                files = [stack.enter_context(open(folder / f"{bucket:02x}", "ab")) for bucket in sorted(set(buckets))]
+            except OSError as error:
+                raise AerieError(f"the store cannot be written to: {error}. Make it writable, or set another store.") from error
             waited = False
-            for bucket in sorted(set(buckets)):
-                file = stack.enter_context(open(folder / f"{bucket:02x}", "ab"))
+            for file in files:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -421,6 +423,13 @@ def _check_sample(sample: StoredSample, length: int, capture: Capture) -> None:
         )
     if sample_key(sample.token_ids) != sample.key:
         raise AerieError(f"sample {sample.key}: its token ids have another key, {sample_key(sample.token_ids)}")
+
+
+def _sha256(parts: Iterable[Any]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def _bytes_of(tensor: "torch.Tensor") -> memoryview:
@@ -482,7 +491,7 @@ class StatesIndex:
     def states(self, key: str) -> "torch.Tensor":
         """States [tokens, layers, hidden] in the stored dtype (float8 comes back as bfloat16)."""
         file, rows = self._rows(key)
-        scales = file.get_slice("scales")[rows] if self.stored_dtype == "float8_e4m3" else None
+        scales = file.get_slice("scales")[rows] if self.stored_dtype == "float8" else None
         return decode(file.get_slice("hidden_states")[rows], scales)
 
     def token_ids(self, key: str) -> np.ndarray:

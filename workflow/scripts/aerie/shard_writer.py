@@ -9,73 +9,107 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from .errors import AerieError
 from .extraction import Failure
-from .hidden_states import Capture, HiddenStateStore, StoredSample
+from .hidden_states import Capture, HiddenStateStore, StoredSample, row_bytes, torch_dtype
 
 _THREADS = 4  # hashing and writing: about 1 GB/s each on a current core
+_PINNED_SHARDS = 8  # beside a GPU, which fills one in a fifth of a second
 
 
-class Captured(NamedTuple):
-    """A sample's states on their way to the disk.
+class Slot(NamedTuple):
+    """Room for one sample in the memory of the shard being filled, to be copied into.
 
-    states, scales: as `hidden_states.encode` gives them, on the CPU; `finite` [layers] bool says which layers hold only
-    finite numbers. All three may still be filled by an asynchronous copy until `wait()` returns.
-    reserved: bytes taken with `ShardWriter.reserve`.
+    states [tokens, layers, hidden] in the stored dtype; scales [tokens, layers] float32 where that is float8; finite
+    [layers] bool: which layers hold only finite numbers.
     """
 
-    key: str
-    token_ids: np.ndarray
     states: torch.Tensor
     scales: torch.Tensor | None
     finite: torch.Tensor
-    wait: Callable[[], object]
-    reserved: int
+
+
+class Captured(NamedTuple):
+    """A sample on its way to the disk; its slot may still be filled by an asynchronous copy until `wait()` returns."""
+
+    key: str
+    token_ids: np.ndarray
+    slot: Slot
+    wait: Callable[[], object] = lambda: None
+
+
+class _Buffer:
+    """The memory of one shard. Allocated once and used again: pinning memory takes longer than filling it."""
+
+    def __init__(self, rows: int, layers: int, hidden_size: int, stored_dtype: str, pinned: bool) -> None:
+        self.states = torch.empty((rows, layers, hidden_size), dtype=torch_dtype(stored_dtype), pin_memory=pinned)
+        self.scales = torch.empty((rows, layers), pin_memory=pinned) if stored_dtype == "float8" else None
+        self.finite = torch.empty((rows, layers), dtype=torch.bool, pin_memory=pinned)
+        self.used = 0
+
+    def slot(self, tokens: int) -> Slot:
+        first, self.used = self.used, self.used + tokens
+        scales = None if self.scales is None else self.scales[first : self.used]
+        return Slot(self.states[first : self.used], scales, self.finite[first])
 
 
 class ShardWriter:
     """Takes samples in any order; writes a shard whenever `shard_bytes` are together, and the rest on `flush`.
 
-    The states in memory stay below four shards (or one sample, if that is larger): `reserve` waits. A sample that could
-    not be written is a Failure in the report, with cause and traceback; nothing is only logged.
+    longest: tokens of the longest sample. pinned: in memory that a GPU copies to by itself.
+    The states in memory take two shards, or _PINNED_SHARDS where pinned (at least two, each large enough for the longest
+    sample): one is filled while the others are written, and `reserve` waits for one to be free. A sample that could not
+    be written is a Failure in the report, with cause and traceback; nothing is only logged.
     """
 
-    def __init__(self, store: HiddenStateStore, capture: Capture, shard_bytes: int) -> None:
+    def __init__(
+        self, store: HiddenStateStore, capture: Capture, hidden_size: int, longest: int, shard_bytes: int, pinned: bool = False
+    ) -> None:
         self._store, self._capture = store, capture
-        self._shard_bytes, self._max_bytes = shard_bytes, 4 * shard_bytes
+        layers = len(capture.layer_ids)
+        row = row_bytes(layers, hidden_size, capture.stored_dtype)
+        self._shard_rows = max(1, shard_bytes // row)
+        rows = max(self._shard_rows, longest)
+        buffers = max(2, _PINNED_SHARDS * self._shard_rows // rows) if pinned else 2
+        self._free = [_Buffer(rows, layers, hidden_size, capture.stored_dtype, pinned) for _ in range(buffers)]
+        self._buffer: _Buffer | None = None
+        self._fill: list[Captured] = []
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="aerie-shard")
         self._room = threading.Condition()
-        self._in_memory = 0
-        self._fill: list[Captured] = []
         self._futures: list[Future[None]] = []
         self._written: dict[str, str] = {}
         self._failures: list[Failure] = []
         self._clock: float | None = None
+        # Seconds that the engine waited for a free shard's memory, and that all threads spent on writing.
+        self.seconds = {"waiting": 0.0, "writing": 0.0}
 
     def start_clock(self) -> None:
         """Extraction begins now, unless it has begun; the shards record the time from here."""
         if self._clock is None:
             self._clock = time.monotonic()
 
-    def reserve(self, size: int) -> int:
-        """Takes `size` bytes of memory, waiting until earlier shards are on disk; returns `size`."""
-        with self._room:
-            full = lambda: self._in_memory > 0 and self._in_memory + size > self._max_bytes  # noqa: E731
-            if full():
-                self._submit()  # else nobody would free what is waiting to be packed
-            self._room.wait_for(lambda: not full())
-            self._in_memory += size
-        return size
+    def reserve(self, tokens: int) -> Slot:
+        """Room for a sample of so many tokens; waits until an earlier shard is on disk where there is none.
 
-    def release(self, size: int) -> None:
-        """Gives reserved bytes back."""
-        with self._room:
-            self._in_memory -= size
-            self._room.notify_all()
+        A slot that is not handed to `add` is lost until its shard is written.
+        """
+        if self._buffer is not None and self._buffer.used + tokens > len(self._buffer.states):
+            self._submit()
+        if self._buffer is None:
+            began = time.monotonic()
+            with self._room:
+                self._room.wait_for(lambda: bool(self._free))
+                self._buffer = self._free.pop()
+            self._buffer.used = 0
+            self.seconds["waiting"] += time.monotonic() - began
+        if tokens > len(self._buffer.states):
+            raise AerieError(f"a sample of {tokens:,} tokens, and the longest was to have {len(self._buffer.states):,}; a bug in Aerie")
+        return self._buffer.slot(tokens)
 
     def add(self, sample: Captured) -> None:
-        """Takes a sample, whose memory was reserved."""
+        """Takes a sample whose slot was reserved."""
         self._fill.append(sample)
-        if sum(one.reserved for one in self._fill) >= self._shard_bytes:
+        if self._buffer is not None and self._buffer.used >= self._shard_rows:
             self._submit()
 
     def fail(self, failure: Failure) -> None:
@@ -103,25 +137,28 @@ class ShardWriter:
         self._pool.shutdown()
 
     def _submit(self) -> None:
-        if not self._fill:
+        """Hands the shard being filled to the threads."""
+        buffer, batch = self._buffer, self._fill
+        if buffer is None:
             return
-        batch, self._fill = self._fill, []
+        self._buffer, self._fill = None, []
         now = time.monotonic()
         began, self._clock = self._clock or now, now
         self._futures = [future for future in self._futures if not future.done()]
-        self._futures.append(self._pool.submit(self._write, batch, now - began))
+        self._futures.append(self._pool.submit(self._write, buffer, batch, now - began))
 
-    def _write(self, batch: list[Captured], seconds: float) -> None:
+    def _write(self, buffer: _Buffer, batch: list[Captured], seconds: float) -> None:
         written: dict[str, str] = {}
         failures: list[Failure] = []
+        began = time.monotonic()
         try:
             ready = []
             for sample in batch:
                 sample.wait()
-                if bool(sample.finite.all()):
-                    ready.append(StoredSample(sample.key, sample.token_ids, sample.states, sample.scales))
+                if bool(sample.slot.finite.all()):
+                    ready.append(StoredSample(sample.key, sample.token_ids, sample.slot.states, sample.slot.scales))
                 else:
-                    failures.append(Failure(sample.key, self._not_finite(sample.finite)))
+                    failures.append(Failure(sample.key, self._not_finite(sample.slot.finite)))
             if ready:
                 name = self._store.write_shard(self._capture, ready, seconds).name
                 written = {sample.key: name for sample in ready}
@@ -131,7 +168,8 @@ class ShardWriter:
         with self._room:
             self._written |= written
             self._failures += failures
-            self._in_memory -= sum(sample.reserved for sample in batch)
+            self.seconds["writing"] += time.monotonic() - began
+            self._free.append(buffer)
             self._room.notify_all()
 
     def _not_finite(self, finite: torch.Tensor) -> str:
