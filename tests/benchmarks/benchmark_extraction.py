@@ -208,7 +208,7 @@ class Benchmark:
 
     def _repeat(self) -> None:
         longest_turn = 0.0
-        for number in range(self.args.repeats):
+        for number in range(self.args.repeats if self.workers else 0):
             if number and self.left < 1.1 * longest_turn:
                 say(f"stopped after {number} repeats: a further one would end after --max-seconds")
                 self.results["stopped_after"] = number
