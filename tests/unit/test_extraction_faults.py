@@ -62,7 +62,7 @@ def test_thirty_kills(targets, tmp_path):  # noqa: F811
     script = tmp_path / "killer.py"
     script.write_text(KILLER)
     dice, after_first = random.Random(0), 0
-    kept: set[str] = set()
+    kept: set[Path] = set()
     kills = KILLS.copy()
     dice.shuffle(kills)
     for spot, count in kills:

@@ -146,7 +146,7 @@ def disk(subject: Subject) -> Finding:
     free = shutil.disk_usage(place).free
     have = f"{_gb(free)} free at {place}" + (f", {_gb(stored)} of states there" if stored else "")
     found = "; ".join([*said, have])
-    remedy = "Make room, set another store, fewer max_samples, a shorter max_length, or stored_dtype float8_e4m3"
+    remedy = "Make room, set another store, fewer max_samples, a shorter max_length, or stored_dtype float8"
     if total > free + stored:
         return Finding("failed" if sure else "warning", found, remedy)
     return Finding("warning", found, remedy) if total > 0.9 * (free + stored) else Finding("ok", found)

@@ -91,7 +91,7 @@ class Job:
         if needed > free:
             raise AerieError(
                 f"the hidden states of {samples:,} samples take {size_text(needed)}, {store} has {size_text(free)} free. "
-                "Make room (`snakemake gc`), set another store, fewer max_samples, or stored_dtype float8_e4m3."
+                "Make room (`snakemake gc`), set another store, fewer max_samples, or stored_dtype float8."
             )
 
     def capture(self) -> Capture:

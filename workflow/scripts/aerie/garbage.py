@@ -237,7 +237,7 @@ def _samples(remainder: Remainder) -> list[StoredSample]:
     with safe_open(shard.path, framework="pt") as file:
         for i in remainder.kept:
             rows = slice(int(shard.offsets[i]), int(shard.offsets[i + 1]))
-            scales = file.get_slice("scales")[rows] if shard.stored_dtype == "float8_e4m3" else None
+            scales = file.get_slice("scales")[rows] if shard.stored_dtype == "float8" else None
             ids = file.get_slice("token_ids")[rows].numpy()
             found.append(StoredSample(shard.keys[i], ids, file.get_slice("hidden_states")[rows], scales))
     return found

@@ -197,7 +197,7 @@ class Shard:
 
 
 def _all_finite(raw: np.ndarray, dtype: str) -> bool:
-    """Whether values given as bytes are finite. bfloat16 has all exponent bits set where not, float8_e4m3 all bits but the sign."""
+    """Whether values given as bytes are finite. bfloat16 has all exponent bits set where not, float8 all bits but the sign."""
     if dtype == "F32":
         return bool(np.isfinite(raw.view("<f4")).all())
     bits, mask = (raw.view("<u2"), 0x7F80) if dtype == "BF16" else (raw, 0x7F)
