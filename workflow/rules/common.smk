@@ -134,8 +134,14 @@ def get_source_files(sources):
 
 def get_target_sources(wildcards):
     """The sources of every dataset that is prepared for a target."""
-    datasets = {run.dataset for run in PLAN.runs.values() if run.target == wildcards.target}
-    return get_source_files(source for dataset in datasets for source in config["datasets"][dataset]["sources"])
+    datasets = {
+        run.dataset for run in PLAN.runs.values() if run.target == wildcards.target
+    }
+    return get_source_files(
+        source
+        for dataset in datasets
+        for source in config["datasets"][dataset]["sources"]
+    )
 
 
 def get_engine_versions():
