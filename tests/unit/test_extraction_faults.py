@@ -1,6 +1,7 @@
 """Kills and broken disks: nothing that was finished is lost, nothing is there twice, and each fault is an error or mended."""
 
 import os
+import pathlib
 import random
 import signal
 import subprocess
@@ -62,7 +63,7 @@ def test_thirty_kills(targets, tmp_path):  # noqa: F811
     script = tmp_path / "killer.py"
     script.write_text(KILLER)
     dice, after_first = random.Random(0), 0
-    kept: set[Path] = set()
+    kept: set[pathlib.Path] = set()
     kills = KILLS.copy()
     dice.shuffle(kills)
     for spot, count in kills:
