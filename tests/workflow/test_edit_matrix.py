@@ -170,7 +170,7 @@ MATRIX = {
     "draft vocabulary": (lambda edit: edit.draft.update(vocab_size=150), {"map_vocabulary": RUN, **TRAIN}),
     "draft layers": (lambda edit: edit.draft.update(layers=2), TRAIN),
     "aux layer ids": (lambda edit: edit.draft.update(aux_layer_ids=[1, 3, 6]), {"preflight_target": RUN, **EXTRACT}),
-    "stored dtype": (lambda edit: edit.draft.update(stored_dtype="bfloat16"), EXTRACT),
+    "stored dtype": (lambda edit: edit.draft.update(stored_dtype="bfloat16"), {"preflight_target": RUN, **EXTRACT}),
     "a byte of the weights": (change_a_byte, TARGET | DATA),
     "target folder moved": (move_target, TARGET | ALL_RESTORED),
     "chat template": (change_template, TARGET | DATA),

@@ -64,7 +64,7 @@ def test_keys_are_those_that_the_stages_made(inside):
         ),
         (
             lambda config: config["datasets"]["talk"].update(max_length=100),
-            {"prepare_dataset": "run"}
+            {"preflight_target": "run", "prepare_dataset": "run"}
             | dict.fromkeys(["extract_hidden_states", "map_vocabulary", "train_draft", "evaluate_draft"], "unknown"),
             "extract_hidden_states",
             "until prepare_dataset has run",

@@ -149,7 +149,11 @@ class Plan:
 
     def recipe_digest(self, stage: str, name: str) -> str:
         """First 16 hex digits of the digest of a recipe: the name of its file."""
-        return digest_of(json.loads(self.recipes[stage, name]))[:16]
+        return self._recipe_digests[stage, name]
+
+    @cached_property
+    def _recipe_digests(self) -> dict[tuple[str, str], str]:
+        return {step: digest_of(json.loads(text))[:16] for step, text in self.recipes.items()}
 
     def recipe_names(self) -> list[RecipeName]:
         """Every recipe by stage, name and digest."""

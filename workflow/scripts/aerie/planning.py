@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from .hidden_states import HiddenStateStore
 from .keys import digest_of, file_sha256
 from .progress import duration
 from .samples import sample_lengths
+from .sources import Source, sources_digest
 from .stage import Recipe
 from .store import check_layout, free_bytes, size_text
 from .targets import PATTERNS, Target, fingerprint_digest, known_hash, locate, target_files
@@ -154,13 +155,10 @@ class Planner:
             return {"gguf": self._file(Path(self.plan.config["targets"][name]["gguf"]))}
         inputs = {"target": self.digest(("fingerprint_target", run.target))}
         pair = f"{run.target}/{run.dataset}"
-        sources = [Path(source) for source in self.plan.config["datasets"][run.dataset]["sources"]]
         if stage == "regenerate_responses":
-            return inputs | {"prompts": _digest_of_all(self._file(path) for path in sources)}
+            return inputs | {"prompts": self._sources(self.plan.config["datasets"][run.dataset]["sources"], pair)}
         if stage == "prepare_dataset":
-            answers = self.plan.regenerates(run.dataset)
-            found = [self.digest(("regenerate_responses", pair))] if answers else [self._file(path) for path in sources]
-            return inputs | {"sources": _digest_of_all(found)}
+            return inputs | {"sources": self._sources(self.plan.sources(*pair.split("/")), pair)}
         if stage == "evaluate_draft":
             prompts = self._file(Path(self.plan.config["evaluation"]["prompts"]))
             return inputs | {"draft": self.digest(("train_draft", name)), "prompts": prompts}
@@ -212,6 +210,18 @@ class Planner:
         hashes = {path.name: self._file(path, step[0]) for path in target_files(Path(target["path"]))}
         known_ones: dict[str, str] = {file: value for file, value in hashes.items() if isinstance(value, str)}
         return fingerprint_digest(known_ones) if hashes and len(known_ones) == len(hashes) else Until(step[0])
+
+    def _sources(self, items: Sequence[Any], pair: str) -> str | Until:
+        """Digest of a dataset's sources; one that is made by a stage has that stage's digest."""
+        sources = [Source.of(item) for item in items]
+        answers = Path(f"results/{FOLDERS['regenerate_responses']}/{pair}/responses.parquet")
+        try:
+            files = [file for source in sources for file in source.files()]
+        except AerieError:  # a folder that a download fills
+            return Until("fetch_package_file")
+        found = {file: self.digest(("regenerate_responses", pair)) if file == answers else self._file(file) for file in files}
+        unknown = next((one for one in found.values() if isinstance(one, Until)), None)
+        return unknown or sources_digest(sources, lambda file: str(found[file]))
 
     def _file(self, path: Path, reader: str = "") -> str | Until:
         """sha256 of a file, if it is there and cheap to have; else unknown until `reader` (by default the stage that makes it)."""
@@ -417,12 +427,6 @@ def _plain(reason: str) -> str:
     """Snakemake's reason without the recipes, which are told as settings."""
     kept = [part for part in reason.split("; ") if not part.startswith(("Set of input files", "Input files updated by another job"))]
     return re.sub(r"results/\.recipes/\S+(, )?", "", "; ".join(kept)).strip(" :,;") or _INPUT
-
-
-def _digest_of_all(digests: Iterable[str | Until]) -> str | Until:
-    found = list(digests)
-    unknown = next((one for one in found if isinstance(one, Until)), None)
-    return unknown or digest_of(sorted(one for one in found if isinstance(one, str)))
 
 
 def _json(path: Path) -> Manifest:

@@ -6,7 +6,7 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,12 +61,12 @@ class Source(NamedTuple):
             raise AerieError(f"{self.path}: no file there; expected files ending in {', '.join(_ENDINGS)}. Check the dataset's sources.")
         return sorted(found)
 
-    def digest(self) -> str:
+    def digest(self, digest_of_file: Callable[[Path], str] | None = None) -> str:
         """Digest of what is in it and how it is mixed; neither its place nor its name is in it."""
         if self.hub_id:
             content: Any = [self.hub_id, self.revision, self.subset, self.split]
         else:
-            content = sorted(_file_digest(path) for path in self.files())
+            content = sorted((digest_of_file or file_digest)(path) for path in self.files())
         return digest_of([content, self.weight, self.max_samples, self.allow_truncated])
 
 
@@ -78,12 +78,12 @@ class RawRow(NamedTuple):
     data: Any
 
 
-def sources_digest(sources: Sequence[Source]) -> str:
-    """Digest of all sources; their order is not in it."""
-    return digest_of(sorted(source.digest() for source in sources))
+def sources_digest(sources: Sequence[Source], digest_of_file: Callable[[Path], str] | None = None) -> str:
+    """Digest of all sources; their order is not in it. digest_of_file: for files whose digest is known otherwise."""
+    return digest_of(sorted(source.digest(digest_of_file) for source in sources))
 
 
-def _file_digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
     """Content digest of a file: that of its manifest where a stage made it, else its sha256."""
     manifest = path.with_name("manifest.json")
     if path.name == "responses.parquet" and manifest.exists():
