@@ -194,7 +194,7 @@ class Workplace:
         (root / "recipe.json").write_text(json.dumps(recipe))
         (root / "dataset").mkdir()
         write_samples(samples, root / "dataset" / "samples")
-        (root / "dataset" / "manifest.json").write_text(json.dumps({"digest": "dataset", "key": "key"}))
+        (root / "dataset" / "manifest.json").write_text(json.dumps({"key": "dataset", "digest": "dataset"}))
         layers = (*target.aux_layer_ids(None), target.num_layers)
         self.store = HiddenStateStore(self.store_root, Job(target, layers, "float32", "float32", engine).capture_key)
 

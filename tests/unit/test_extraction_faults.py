@@ -118,13 +118,13 @@ def remount(folder, options):
 def test_a_full_disk(targets, tmp_path, disk):  # noqa: F811
     samples = make_samples(2000, 50)  # 103 MB
     place = Workplace(tmp_path, targets["llama"], samples, shard_bytes=4_000_000)
-    place.find()
-    with pytest.raises(AerieError, match=r"free(.|\n)*(M|m)ake room"):
-        place.extract()  # seen before the load
+    for command in (place.find, place.extract):  # seen before the load
+        with pytest.raises(AerieError, match=r"free(.|\n)*(M|m)ake room"):
+            command()
     assert place.store.known().empty
 
     # It may also fill up meanwhile.
-    job = job_of(targets["llama"], "transformers", layer_ids=(2, 4, 5, 8), shard_bytes=4_000_000)
+    job = job_of(targets["llama"], "transformers", shard_bytes=4_000_000)
     assert job.capture_key == place.store.key
     outcome = extract_hidden_states.extract(job, SampleSet.of([sample.input_ids for sample in samples]), place.store)
     with pytest.raises(AerieError, match="No space left on device"):
@@ -143,8 +143,8 @@ def test_a_full_disk(targets, tmp_path, disk):  # noqa: F811
 @pytest.mark.long
 def test_a_read_only_disk(targets, tmp_path, disk):  # noqa: F811
     place = Workplace(tmp_path, targets["llama"], make_samples(5, 20))
-    remount(disk, "ro")
     assert len(place.find()) == 5
+    remount(disk, "ro")
     with pytest.raises(AerieError, match=r"cannot be written(.|\n)*Read-only file system"):
         place.extract()
     remount(disk, "rw")
