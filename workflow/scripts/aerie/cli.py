@@ -1,7 +1,6 @@
 """What every command line shares: arguments, where its output goes, and how it reports what killed it."""
 
 import argparse
-import ctypes
 import faulthandler
 import os
 import signal
@@ -11,9 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from .errors import AerieError, ProcessFailed, Terminated, dead_children, describe, describe_exit, log_tail, logged_tracebacks
+from .errors import (
+    AerieError,
+    ProcessFailed,
+    Terminated,
+    dead_children,
+    describe,
+    describe_exit,
+    die_with_parent,
+    log_tail,
+    logged_tracebacks,
+)
 
-_PR_SET_PDEATHSIG = 1
 _terminal: TextIO | None = None
 
 
@@ -100,7 +108,7 @@ def _watch_over_child(command: str, log: Path | None) -> None:
     ourselves = os.getpid()
     child = os.fork()
     if child == 0:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         if os.getppid() != ourselves:  # it died before that call
             os._exit(1)
         return

@@ -1,5 +1,6 @@
 """The exceptions for bad input and bad state, and the one way to tell a person what died: here, in a child, or in its log."""
 
+import ctypes
 import gc
 import multiprocessing.process
 import re
@@ -10,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+_PR_SET_PDEATHSIG = 1
 _LOG_BYTES = 400_000  # of a log's end that are searched for tracebacks
 _LOG_LINES = 15
 _LINE_WIDTH = 240
@@ -73,6 +75,11 @@ def describe_exit(code: int) -> str:
     if number == signal.SIGKILL:
         name += "; the kernel sends it where memory runs out"
     return f"was killed by signal {number} ({name})"
+
+
+def die_with_parent() -> None:
+    """From now on the kernel kills this process when the thread that started it ends, however that ends (Linux)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def dead_children() -> list[str]:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import AerieError
 from .vllm_options import common_options, device_type
-from .worker_end import end_on_exception
+from .worker_end import end_when_useless
 
 if TYPE_CHECKING:
     from .targets import Target
 
 
-end_on_exception()  # vLLM's workers import this module for Reseeding
+end_when_useless()  # vLLM's workers import this module for Reseeding
 
 
 @dataclass(frozen=True)
