@@ -167,4 +167,5 @@ def test_damaged_states_are_looked_for_by_the_next_run(inside):
     assert result.code != 0 and "1 of 8" in result.text and "another sha256" in result.text and shard.name in result.text
     assert not shard.exists()
     planner = inside.planner()
-    assert planner.forecast(STATES).verdict == "run" and planner.extraction(STATES).missing_samples == 40
+    assert planner.forecast(STATES).verdict == "run"
+    assert planner.extraction(STATES).missing_samples == planner.manifest(STATES)["figures"]["samples"] > 0
