@@ -11,6 +11,7 @@ from aerie.cli import put_on_path
 from aerie.configuration import Plan
 from aerie.devices import has_driver
 from aerie.errors import AerieError
+from aerie.sources import Source
 from aerie.targets import PATTERNS
 
 # Rules call the commands by name; they run with Snakemake's interpreter, whether or not its environment is activated.
@@ -100,11 +101,14 @@ def get_target_files(wildcards):
     return []
 
 
+def get_source_files(sources):
+    """The files behind a dataset's sources; none for those on the hub."""
+    return sorted({str(file) for item in sources for file in Source.of(item).files()})
+
+
 def get_sources(wildcards):
-    """The conversations that a dataset is prepared from: its sources, or the answers regenerated for them."""
-    if PLAN.regenerates(wildcards.dataset):
-        return f"results/regenerated/{wildcards.target}/{wildcards.dataset}/responses.parquet"
-    return config["datasets"][wildcards.dataset]["sources"]
+    """The files that a dataset is prepared from: its sources, or the answers regenerated for them."""
+    return get_source_files(PLAN.sources(wildcards.target, wildcards.dataset))
 
 
 def get_extraction_gpus(wildcards, input):

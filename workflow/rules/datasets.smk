@@ -3,7 +3,9 @@ rule regenerate_responses:
         recipe=get_recipe("regenerate_responses", "{target}/{dataset}"),
         target="results/targets/{target}/fingerprint.json",
         preflight=ancient("results/preflight/{target}.json"),  # a gate: what it found changes no result
-        prompts=lambda wildcards: config["datasets"][wildcards.dataset]["sources"],
+        prompts=lambda wildcards: get_source_files(
+            config["datasets"][wildcards.dataset]["sources"]
+        ),
     output:
         responses="results/regenerated/{target}/{dataset}/responses.parquet",
         rejects="results/regenerated/{target}/{dataset}/rejects.jsonl",
@@ -21,7 +23,7 @@ rule regenerate_responses:
     params:
         store=config["store"],
     shell:
-        "regenerate_responses.py --recipe {input.recipe} --target {input.target} --prompts {input.prompts:q}"
+        "regenerate_responses.py --recipe {input.recipe} --target {input.target}"
         " --gpus {resources.gpu} --store {params.store:q} --output results/regenerated/{wildcards.target}/{wildcards.dataset} --log {log}"
 
 
@@ -34,6 +36,7 @@ rule prepare_dataset:
         samples=directory("results/datasets/{target}/{dataset}/samples"),
         stats="results/datasets/{target}/{dataset}/stats.json",
         rejects="results/datasets/{target}/{dataset}/rejects.jsonl",
+        audit="results/datasets/{target}/{dataset}/audit.html",
         manifest="results/datasets/{target}/{dataset}/manifest.json",
     log:
         "results/logs/prepare_dataset/{target}/{dataset}.log",
@@ -41,10 +44,11 @@ rule prepare_dataset:
         "results/benchmarks/prepare_dataset/{target}/{dataset}.tsv"
     conda:
         ENVIRONMENT
+    threads: min(16, workflow.cores)
     resources:
-        mem_mb=4000,
+        mem_mb=lambda wildcards, threads: 3000 + 1000 * threads,
     params:
         store=config["store"],
     shell:
-        "prepare_dataset.py --recipe {input.recipe} --target {input.target} --sources {input.sources:q}"
+        "prepare_dataset.py --recipe {input.recipe} --target {input.target} --workers {threads}"
         " --store {params.store:q} --output results/datasets/{wildcards.target}/{wildcards.dataset} --log {log}"

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from aerie import cli, evaluation, generation
-from aerie.chat import read_conversations
+from aerie.chat import Renderer
+from aerie.conversations import read_conversations
 from aerie.devices import lease
 from aerie.errors import AerieError
 from aerie.evaluation import EvaluationPrompt, Half
@@ -198,7 +199,8 @@ def run_half(role: str, recipe: Recipe, target: Target, draft: Path, prompts_fil
 def prompts_of(path: Path, tokenizer: Any, settings: dict[str, Any]) -> list[EvaluationPrompt]:
     """The evaluation's prompts as token ids."""
     turns = evaluation.first_turns(read_conversations([path]), settings["max_prompts"])
-    return [EvaluationPrompt(line, messages[-1]["content"], generation.prompt_ids(tokenizer, messages)) for line, messages in turns]
+    renderer = Renderer(tokenizer, [], settings.get("template_options"))
+    return [EvaluationPrompt(line, messages[-1]["content"], renderer.prompt(messages)) for line, messages in turns]
 
 
 if __name__ == "__main__":

@@ -1,29 +1,31 @@
 #!/usr/bin/env python
 """Has the target answer the prompts of a dataset itself, so that the draft learns what the target says.
 
-    regenerate_responses.py --recipe R --target fingerprint.json --prompts FILE … --store S --output DIR --log L
+    regenerate_responses.py --recipe R --target fingerprint.json --store S --output DIR --log L
 
 Each conversation is asked turn by turn; later turns see the new answers, a system prompt is kept. Answers are kept in
 the store by prompt, batch by batch: a kill loses at most one batch, and other or more data asks only what is new.
 
 Output: responses.parquet, rejects.jsonl, manifest.json.
-Settings: max_new_tokens, temperature, top_p, seed, dtype, max_prompts (null: all), keep_cut_off.
-Runtime: device, tensor_parallel, engine_options, batch_prompts (prompts between two writes to the store).
+Settings: max_new_tokens, temperature, top_p, seed, dtype, max_prompts (null: all), keep_cut_off, system_prompt, template_options.
+Runtime: sources (the files), device, tensor_parallel, engine_options, batch_prompts (prompts between two writes to the store).
 """
 
 import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from aerie import cli, generation
-from aerie.chat import Message, read_conversations
+from aerie.chat import Renderer
+from aerie.conversations import Message, conversation_of
 from aerie.devices import lease
 from aerie.errors import AerieError
 from aerie.generation import Answer
-from aerie.keys import digest_of, file_sha256
+from aerie.keys import digest_of
 from aerie.progress import Progress
 from aerie.regeneration import (
     Answers,
@@ -37,32 +39,27 @@ from aerie.regeneration import (
     responses_digest,
     write_responses,
 )
+from aerie.sources import Source, read_rows, sources_digest
 from aerie.stage import Recipe, StageResult, run_stage
 from aerie.targets import Target
 
-VERSION = 1
+VERSION = 2
 
 # What an answer depends on; the other settings only choose among prompts and answers.
-ANSWER_SETTINGS = ("max_new_tokens", "temperature", "top_p", "seed", "dtype", "value_options")
+ANSWER_SETTINGS = ("max_new_tokens", "temperature", "top_p", "seed", "dtype", "value_options", "template_options")
 
 Generate = Callable[[list[list[int]], int], list[Answer]]
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = cli.engine_parser(__doc__)
-    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="conversations; their answers are not used")
-    return parser
 
 
 def main(args: argparse.Namespace) -> None:
     recipe = Recipe.read(args.recipe)
     target = Target.read(args.target)
-    # Order, place and name of the files are in no key; their content is.
-    inputs = {"target": target.digest, "prompts": digest_of(sorted(map(file_sha256, args.prompts)))}
+    sources = [Source.of(item) for item in recipe.runtime["sources"]]
+    inputs = {"target": target.digest, "prompts": sources_digest(sources)}
 
     def compute(work: Path, out: Path) -> StageResult:
         with lease(recipe.runtime.get("gpus", 0), args.gpus):
-            return regenerate(recipe, target, args.prompts, args.store, out)
+            return regenerate(recipe, target, sources, args.store, out)
 
     manifest = run_stage(recipe, VERSION, inputs, args.output, args.store, compute, args.log)
     figures = manifest["figures"]
@@ -72,13 +69,14 @@ def main(args: argparse.Namespace) -> None:
     )
 
 
-def regenerate(recipe: Recipe, target: Target, paths: Sequence[Path], store: Path, out: Path) -> StageResult:
+def regenerate(recipe: Recipe, target: Target, sources: Sequence[Source], store: Path, out: Path) -> StageResult:
     """Asks what the store does not answer yet, and writes the dataset's responses into `out`."""
     settings = recipe.settings
-    prompts, rejected = choose_prompts(read_conversations(paths), settings["max_prompts"])
+    found = [(source, map(conversation_of, read_rows(source))) for source in sources]
+    prompts, rejected = choose_prompts(found, settings["max_prompts"], settings.get("system_prompt"))
     if not prompts:
         reasons = sorted({one.reason for one in rejected})
-        raise AerieError(f"no prompt to answer in {', '.join(map(str, paths))}; rows were rejected for: {', '.join(reasons) or 'no rows'}")
+        raise AerieError(f"no prompt to answer in {', '.join(source.name for source in sources)}; rows were rejected for: {', '.join(reasons) or 'no rows'}")
     how = {name: settings.get(name) for name in ANSWER_SETTINGS}
     answers_key = digest_of({"version": VERSION, "target": target.digest, "settings": how})
     answer_store = AnswerStore(store / "answers" / answers_key)
@@ -123,9 +121,8 @@ def ask_all(missing: Sequence[Prompt], recipe: Recipe, target: Target, answer_st
     def generate(ids: list[list[int]], seed: int) -> list[Answer]:
         return engine.generate(ids, settings["max_new_tokens"], settings["temperature"], settings["top_p"], seed)
 
-    def ids_of(messages: Sequence[Message]) -> list[int]:
-        return generation.prompt_ids(tokenizer, messages)
-
+    renderer = Renderer(tokenizer, target.end_tokens(tokenizer), settings.get("template_options"))
+    special = renderer.special_ids - renderer.ends
     progress = Progress("regenerate", done + len(missing), "prompts", start=done)
     size = int(runtime.get("batch_prompts") or 500)
     seconds, tokens = 0.0, 0
@@ -133,7 +130,7 @@ def ask_all(missing: Sequence[Prompt], recipe: Recipe, target: Target, answer_st
         batch = missing[start : start + size]
         key = batch_key(batch)
         started = time.monotonic()
-        answers = ask(batch, generate, ids_of, limit - settings["max_new_tokens"], seed_of(settings["seed"], key))
+        answers = ask(batch, generate, renderer.prompt, limit - settings["max_new_tokens"], seed_of(settings["seed"], key), special)
         seconds += time.monotonic() - started
         tokens += sum(sum(one.tokens) for one in answers)
         answer_store.write(key, answers)
@@ -143,12 +140,16 @@ def ask_all(missing: Sequence[Prompt], recipe: Recipe, target: Target, answer_st
     return seconds, tokens
 
 
+IdsOf = Callable[[Sequence[Message], list[dict[str, Any]] | None], list[int]]
+
+
 def ask(
-    prompts: Sequence[Prompt], generate: Generate, ids_of: Callable[[Sequence[Message]], list[int]], max_prompt: int, seed: int
+    prompts: Sequence[Prompt], generate: Generate, ids_of: IdsOf, max_prompt: int, seed: int, special: frozenset[int] = frozenset()
 ) -> list[Answers]:
     """Asks a batch turn by turn; a conversation ends at its first answer that is not good.
 
-    max_prompt: the longest prompt, in tokens, that leaves room for an answer.
+    max_prompt: the longest prompt, in tokens, that leaves room for an answer. special: tokens that an answer's text does
+    not show, so that one with them is not good.
     """
     messages: list[list[Message]] = [[] for _ in prompts]
     given: list[list[Answer]] = [[] for _ in prompts]
@@ -159,13 +160,15 @@ def ask(
         for index in asking:
             if turn < len(prompts[index].turns):
                 messages[index] += prompts[index].turns[turn]
-                ids, problems[index] = rendered(messages[index], ids_of, max_prompt)
+                ids, problems[index] = rendered(messages[index], prompts[index].tools, ids_of, max_prompt)
                 if not problems[index]:
                     ready.append((index, ids))
         if not ready:
             break
         asking = []
         for (index, _), answer in zip(ready, generate([ids for _, ids in ready], seed + turn), strict=True):
+            if special.intersection(answer.token_ids):
+                answer = replace(answer, finish_reason="special")
             given[index].append(answer)
             messages[index].append({"role": "assistant", "content": answer.text})
             if not fault_of(answer.text, answer.finish_reason)[0]:
@@ -182,12 +185,12 @@ def ask(
     ]
 
 
-def rendered(messages: Sequence[Message], ids_of: Callable[[Sequence[Message]], list[int]], max_prompt: int) -> tuple[list[int], str]:
+def rendered(messages: Sequence[Message], tools: Any, ids_of: IdsOf, max_prompt: int) -> tuple[list[int], str]:
     """Token ids of a prompt, and why it cannot be asked ("" if it can)."""
     from jinja2 import TemplateError
 
     try:
-        ids = ids_of(messages)
+        ids = ids_of(messages, tools)
     except TemplateError as error:
         return [], f"refused by the chat template: {error}"
     return ids, "prompt too long" if len(ids) > max_prompt else ""
@@ -199,4 +202,4 @@ def seed_of(seed: int, key: str) -> int:
 
 
 if __name__ == "__main__":
-    cli.run(main, build_parser())
+    cli.run(main, cli.engine_parser(__doc__))

@@ -1,198 +1,312 @@
-"""Conversations: the shapes they come in, and their rendering into token ids with a loss mask."""
+"""Chat templates: a conversation rendered into token ids with a loss mask over what the target would generate.
 
+Where a turn begins and ends is learned from the template's own renderings: it begins where the rendering of the messages
+before it, with a generation prompt, ends, and lasts to the end-of-turn token of the rendering that ends with it.
+"""
+
+import datetime
 import json
+import re
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .errors import AerieError
+from .conversations import Conversation, Message
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
-Message = dict[str, Any]
-
-# ShareGPT's names for the roles.
-_ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system", "tool": "tool"}
-
-
-class Conversation(NamedTuple):
-    """One row of a source. messages: [{"role", "content"}, …]; problem: why the row is not usable ("" if it is).
-
-    cut: the last answer was cut off, so that no end of turn follows it.
-    """
-
-    source: str
-    line: int
-    messages: list[Message]
-    problem: str = ""
-    cut: bool = False
-
-
-def read_conversations(paths: Sequence[Path]) -> Iterator[Conversation]:
-    """Every row of the files (.json, .jsonl or .parquet), in order; nothing is dropped silently.
-
-    AerieError where a file cannot be read at all; the message names file and line.
-    """
-    for path in paths:
-        for line, row in _rows(path):
-            yield read_row(row, str(path), line)
-
-
-def _rows(path: Path) -> Iterator[tuple[int, Any]]:
-    if not path.is_file():
-        raise AerieError(f"{path}: no such file; expected a .json, .jsonl or .parquet file of conversations. Check the dataset's sources.")
-    if path.suffix == ".parquet":
-        import pyarrow.parquet as pq
-
-        yield from enumerate(pq.read_table(path).to_pylist(), 1)
-    elif path.suffix == ".jsonl":
-        with open(path, encoding="utf-8") as file:
-            for number, text in enumerate(file, 1):
-                if text.strip():
-                    yield number, _parse(text.strip(), path, number)
-    elif path.suffix == ".json":
-        rows = _parse(path.read_text(encoding="utf-8"), path, 1)
-        if not isinstance(rows, list):
-            raise AerieError(f"{path}:1: found a JSON {type(rows).__name__}, expected a list of rows")
-        yield from enumerate(rows, 1)
-    else:
-        raise AerieError(f"{path}: found the ending {path.suffix!r}, expected .json, .jsonl or .parquet")
-
-
-def _parse(text: str, path: Path, line: int) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        at = line + getattr(error, "lineno", 1) - 1
-        raise AerieError(f"{path}:{at}: not valid JSON ({error}). Mend or remove this line.") from error
-
-
-def read_row(row: Any, source: str, line: int) -> Conversation:
-    """Recognises a row's shape: OpenAI messages, ShareGPT, instruction/input/output, prompt/response, MT-Bench turns,
-    or what regenerate_responses writes. A row of prompts only has no assistant turn."""
-    if not isinstance(row, dict):
-        return Conversation(source, line, [], f"row is a {type(row).__name__}, expected an object")
-    cut = row.get("finish_reason") == "length"
-    try:
-        messages = _messages(row)
-    except (ValueError, TypeError, AttributeError) as error:
-        return Conversation(source, line, [], f"a value of the wrong kind ({type(error).__name__}: {error})")
-    if messages is None:
-        return Conversation(source, line, [], f"unknown shape with keys {', '.join(sorted(map(str, row)))}")
-    return Conversation(source, line, messages, _problem(messages), cut)
-
-
-def _messages(row: dict[str, Any]) -> Any:
-    """The row's messages, whatever its shape; None for a shape that is not known."""
-    if "messages" in row:
-        turns = row["messages"]
-        return json.loads(turns) if isinstance(turns, str) else turns
-    if "conversations" in row:
-        return [
-            {"role": _ROLES.get(str(turn.get("from")), turn.get("from")), "content": turn.get("value")} if isinstance(turn, dict) else turn
-            for turn in row["conversations"] or []
-        ]
-    if "instruction" in row:
-        return _pair("\n".join(text for text in (row["instruction"], row.get("input")) if text), row.get("output"))
-    if "prompt" in row:
-        return _pair(row["prompt"], row.get("response"))
-    if "turns" in row:
-        return [{"role": "user", "content": turn} for turn in row["turns"][:1]]
-    return None
-
-
-def _pair(prompt: Any, response: Any) -> list[Message]:
-    return [{"role": "user", "content": prompt}] + ([{"role": "assistant", "content": response}] if response else [])
-
-
-def _problem(messages: Any) -> str:
-    if not isinstance(messages, list) or not messages:
-        return "no messages"
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict):
-            return f"message {number} is a {type(message).__name__}, expected an object"
-        if message.get("role") not in ("system", "user", "assistant", "tool"):
-            return f"message {number} has the role {message.get('role')!r}"
-        if not isinstance(message.get("content"), str):
-            return f"message {number} has no text"
-        try:
-            message["content"].encode()
-        except UnicodeEncodeError:
-            return f"message {number} is not valid Unicode"
-    if not any(message["role"] == "user" and message["content"].strip() for message in messages):
-        return "no user message with text"
-    return ""
+# A special token that a user wrote is hidden from the template as <HIDDEN[0] number HIDDEN[1]>: two of Unicode's
+# non-characters, which no text holds.
+_HIDDEN = "\ufdd0", "\ufdd1"
+_HIDDEN_PATTERN = re.compile(f"{_HIDDEN[0]}(\\d+){_HIDDEN[1]}")
+# Templates that ask for today's date get this one, so that samples do not depend on the day.
+_TODAY = datetime.date(2025, 1, 1)
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "aerie_probe", "description": "d", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
 
 
 class Rendered(NamedTuple):
-    """Token ids and loss mask (1: supervised) [tokens] of one row for training."""
+    """Token ids and loss mask (1: supervised) [tokens] of one row for training; turns: supervised turns."""
 
     input_ids: list[int]
     loss_mask: list[int]
+    turns: int = 1
+
+
+class Unusable(Exception):
+    """Why a conversation gives no row, as "reason: detail"."""
 
 
 def render(conversation: Conversation, tokenizer: "PreTrainedTokenizerBase", end_tokens: Sequence[int]) -> list[Rendered]:
-    """Renders a conversation with the tokenizer's chat template; supervises what the target would generate.
-
-    A turn begins where the template's rendering with a generation prompt ends, and lasts to the end-of-turn token,
-    included. One row with every assistant turn supervised where the template is prefix-stable (a longer conversation's
-    text begins with the shorter one's), else one row for each assistant turn. No row where no turn can be told apart.
-    """
-    messages = conversation.messages
-    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant" and message["content"].strip()]
-    if not answers:
+    """The rows of a conversation; none where no turn can be told apart. Raises what the template raises."""
+    try:
+        return Renderer(tokenizer, end_tokens).render(conversation)[0]
+    except Unusable:
         return []
-    prompts = [_apply(tokenizer, messages[:number], add_generation_prompt=True) for number in answers]
-    texts = [_apply(tokenizer, messages[: number + 1]) for number in answers]
-    stable = all(text.startswith(prompt) and texts[-1].startswith(text) for prompt, text in zip(prompts, texts, strict=True))
-    last = len(answers) - 1
-    if stable:
-        groups = [(texts[-1], [(len(prompt), len(text)) for prompt, text in zip(prompts, texts, strict=True)], conversation.cut)]
-    else:
-        groups = [
-            (text, [(len(prompt), len(text))], conversation.cut and number == last)
-            for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True))
-            if text.startswith(prompt)
+
+
+class Renderer:
+    """Renders conversations with one tokenizer's chat template.
+
+    end_tokens: ids that end a turn. options: arguments of the template, such as enable_thinking. last_turn_only: supervise
+    the last answer alone.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        end_tokens: Sequence[int],
+        options: dict[str, Any] | None = None,
+        last_turn_only: bool = False,
+    ) -> None:
+        self.tokenizer, self.ends, self.last_turn_only = tokenizer, frozenset(end_tokens), last_turn_only
+        self.options = dict(options or {})
+        if "strftime_now" in str(tokenizer.chat_template):
+            self.options.setdefault("strftime_now", _TODAY.strftime)
+        self.backend = getattr(tokenizer, "backend_tokenizer", None)  # None: a tokenizer written in Python (Kimi's)
+        if self.backend is not None:
+            self.backend.no_truncation()
+            self.backend.no_padding()
+            self.backend.encode_special_tokens = False
+        special = {token.content: number for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
+        self.special = {text: special[text] for text in sorted(special, key=lambda text: (-len(text), text))}
+        self.special_ids = frozenset(special.values())
+        self.special_texts = list(self.special)
+        self.special_pattern = re.compile("|".join(map(re.escape, self.special)) or r"(?!)")
+
+    def render(self, conversation: Conversation) -> tuple[list[Rendered], list[str]]:
+        """The rows of a conversation, and what is worth counting about it.
+
+        One row with every answer supervised where the template is prefix-stable: where a longer conversation's text begins
+        with the shorter one's. Where it rewrites history, as few rows as show each answer once with the prompt that it has
+        in service. Raises Unusable where there is none, and whatever the template raises.
+        """
+        if conversation.tokens:
+            return [Rendered(*conversation.tokens, turns=count_turns(conversation.tokens[1]))], []
+        notes: list[str] = []
+        messages, tools = self._prepared(conversation.messages, conversation.tools, notes)
+        answers = [place for place, one in enumerate(messages) if one["role"] == "assistant" and (one["content"].strip() or "tool_calls" in one)]
+        if not answers:
+            raise Unusable("no assistant turn with text")
+        if self.last_turn_only:
+            answers = answers[-1:]
+        prompts = self._texts([messages[:place] for place in answers], tools, True)
+        texts = self._texts([messages[: place + 1] for place in answers], tools)
+        if conversation.generated:  # a template that rewrites an answer cannot show what the target said
+            texts = [
+                text if text.startswith(prompt) else f"{prompt}{messages[place]['content']}{self.tokenizer.eos_token}"
+                for place, prompt, text in zip(answers, prompts, texts, strict=True)
+            ]
+        if conversation.cut and answers[-1] == len(messages) - 1:  # nothing follows what was generated
+            texts[-1] = prompts[-1] + messages[-1]["content"]
+        starts = [len(prompt) if text.startswith(prompt) else None for prompt, text in zip(prompts, texts, strict=True)]
+        if self.thinks:
+            self._skip_scaffolds(messages, tools, answers, texts, starts)
+        for place, text, start in zip(answers, texts, starts, strict=True):
+            if start is not None and any(call["function"]["name"] not in text[start:] for call in messages[place].get("tool_calls", ())):
+                raise Unusable("chat template: leaves out a tool call")
+            if start is not None and messages[place].get("reasoning_content", "").strip() not in text[start:]:
+                notes.append("reasoning left out by the chat template")
+        pending = [number for number, start in enumerate(starts) if start is not None]
+        if not pending:
+            raise Unusable("chat template: the rendering of an answer does not begin with its prompt")
+        notes += ["answer that does not begin with its prompt, not supervised"] * (len(answers) - len(pending))
+        rows = []
+        base: tuple[str, Encoding] | None = None
+        while pending:
+            last = pending[-1]
+            text = texts[last]
+            inside = [number for number in pending if text.startswith(texts[number])]
+            ids, found, encoding = self._encode(text, [(starts[number] or 0, len(texts[number])) for number in inside], base)
+            base = base or (encoding and (text, encoding))
+            mask = [0] * len(ids)
+            for begin, end in found:
+                closing = next((place for place in range(end - 1, begin - 1, -1) if ids[place] in self.ends), None)
+                # What follows the end of turn (a line break) is the template's, not the target's.
+                end = end if closing is None else closing + 1
+                mask[begin:end] = [1] * (end - begin)
+            rows.append(Rendered(ids, mask, len(inside)))
+            pending = [number for number in pending if number not in inside]
+        return rows[::-1], notes
+
+    def prompt(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
+        """Token ids of the messages, ready for an answer."""
+        ready, tools = self._prepared(messages, tools, [])
+        [text] = self._texts([ready], tools, True)
+        return self._encode(text, [])[0]
+
+    @cached_property
+    def thinks(self) -> bool:
+        """Whether the template takes enable_thinking, and then opens the answer with an empty thought if it is false."""
+        if "enable_thinking" in self.options or "enable_thinking" not in str(self.tokenizer.chat_template):
+            return False
+        probe = [{"role": "user", "content": "a"}]
+        return self._texts([probe], None, True) != self._texts([probe], None, True, enable_thinking=False)
+
+    @cached_property
+    def call_form(self) -> tuple[str | None, bool] | None:
+        """How the template wants a message with tool calls: its empty content, and whether arguments are text.
+
+        None where it shows no tool calls. Templates differ, and the wrong form is an error or, worse, another text.
+        """
+        for content in ("", None):
+            for as_text in (False, True):
+                call = {"type": "function", "id": "call00000", "function": {"name": "aerie_probe", "arguments": {"city": "x"}}}
+                probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+                probe[1] = _formed(probe[1], (content, as_text))
+                try:
+                    [text] = self._texts([probe], [_PROBE_TOOL])
+                    [without] = self._texts([probe[:1]], [_PROBE_TOOL])
+                except Exception:  # noqa: BLE001 - a template that cannot take this form may raise anything
+                    continue
+                if text.startswith(without) and "aerie_probe" in text[len(without) :] and '"city"' in text[len(without) :]:
+                    return content, as_text
+        return None
+
+    def _skip_scaffolds(
+        self, messages: list[Message], tools: Any, answers: list[int], texts: list[str], starts: list[int | None]
+    ) -> None:
+        """Moves the start of an answer without a thought behind the empty thought that the template puts there."""
+        bare = [number for number, place in enumerate(answers) if not messages[place].get("reasoning_content")]
+        prompts = self._texts([messages[: answers[number]] for number in bare], tools, True, enable_thinking=False)
+        for number, prompt in zip(bare, prompts, strict=True):
+            if texts[number].startswith(prompt) and len(prompt) > (starts[number] or -1):
+                starts[number] = len(prompt)
+
+    def _texts(self, chats: list[Any], tools: Any, add_generation_prompt: bool = False, **options: Any) -> list[str]:
+        rendered = self.tokenizer.apply_chat_template(
+            chats, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **self.options, **options
+        )
+        return list(rendered)
+
+    def _prepared(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, notes: list[str]
+    ) -> tuple[list[Message], list[dict[str, Any]] | None]:
+        """Messages and tools as the template takes them; special tokens that they hold are hidden, and noted."""
+        if any("tool_calls" in message for message in messages):
+            if self.call_form is None:
+                raise Unusable("chat template: shows no tool calls")
+            messages = [_formed(message, self.call_form) if "tool_calls" in message else message for message in messages]
+        if any("reasoning_content" in message for message in messages):
+            messages = [
+                {**message, "thinking": message["reasoning_content"]} if "reasoning_content" in message else message for message in messages
+            ]
+        return self._hide(list(messages), notes), self._hide(tools, notes)
+
+    def _hide(self, value: Any, notes: list[str]) -> Any:
+        """The value with each special token in its strings hidden; itself where there is none."""
+        if isinstance(value, str):
+            if not self.special_pattern.search(value):
+                return value
+            notes += ["special token in a text"] * len(self.special_pattern.findall(value))
+            if self.backend is None:
+                return value
+            return self.special_pattern.sub(lambda found: f"{_HIDDEN[0]}{self.special_texts.index(found[0])}{_HIDDEN[1]}", value)
+        if isinstance(value, dict):
+            return {key: self._hide(part, notes) if key not in ("role", "type") else part for key, part in value.items()}
+        if isinstance(value, list):
+            return [self._hide(part, notes) for part in value]
+        return value
+
+    def _encode(
+        self, text: str, spans: Sequence[tuple[int, int]], base: "tuple[str, Encoding] | None" = None
+    ) -> "tuple[list[int], list[tuple[int, int]], Encoding | None]":
+        """Token ids of the text, the token range of each span of characters, and the encoding where the text was encoded at once.
+
+        A span always begins at a token: in service, the prompt is encoded without what follows it. base: a text encoded
+        before, whose tokens are taken as far as both texts are the same.
+        """
+        if self.backend is None or _HIDDEN[0] in text:
+            return (*self._encode_pieces(text, spans), None)
+        ids: list[int] = []
+        shift = 0
+        if base:
+            ids, shift = self._shared(text, base)
+        encoding: Encoding = self.backend.encode(text[shift:] if shift else text, add_special_tokens=False)
+        known = len(ids)
+        ids = ids + encoding.ids if known else encoding.ids
+        found = []
+        for edges in spans:
+            place = []
+            for edge in edges:
+                if edge == len(text):
+                    place.append(len(ids))
+                    continue
+                here, offset, first = (encoding, shift, known) if edge >= shift or not base else (base[1], 0, 0)
+                token = here.char_to_token(edge - offset)
+                if token is None or here.token_to_chars(token)[0] != edge - offset:
+                    return (*self._encode_pieces(text, spans), None)
+                place.append(first + token)
+            found.append((place[0], place[1]))
+        return ids, found, encoding if not shift else None
+
+    def _shared(self, text: str, base: "tuple[str, Encoding]") -> tuple[list[int], int]:
+        """The tokens that a text shares with one encoded before, up to a special token, and how many characters they are."""
+        other, encoding = base
+        low, high = 0, min(len(text), len(other))
+        while low < high:  # the longest common beginning
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if text.startswith(other[low:middle], low) else (low, middle - 1)
+        token = encoding.char_to_token(low - 1) if low else None
+        ids = encoding.ids
+        while token and ids[token] not in self.special_ids:
+            token -= 1
+        return (ids[:token], encoding.token_to_chars(token)[0]) if token else ([], 0)
+
+    def _encode_pieces(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
+        """As `_encode`, piece by piece between the spans' edges; what is hidden stays text."""
+        ids: list[int] = []
+        places = {0: 0}
+        for begin, end in pairwise(sorted({0, len(text), *(edge for span in spans for edge in span)})):
+            for piece, as_text in self._pieces(text[begin:end]):
+                ids += self._piece_ids(piece, as_text)
+            places[end] = len(ids)
+        return ids, [(places[begin], places[end]) for begin, end in spans]
+
+    def _pieces(self, text: str) -> Iterator[tuple[str, bool]]:
+        """The text in pieces; with hidden tokens in it, cut at the template's own special tokens."""
+        if _HIDDEN[0] not in text:
+            yield text, False
+            return
+        at = 0
+        for found in self.special_pattern.finditer(text):
+            yield self._shown(text[at : found.start()]), True
+            yield found[0], False
+            at = found.end()
+        yield self._shown(text[at:]), True
+
+    def _shown(self, text: str) -> str:
+        return _HIDDEN_PATTERN.sub(lambda found: self.special_texts[int(found[1])], text)
+
+    def _piece_ids(self, text: str, as_text: bool) -> list[int]:
+        if self.backend is None:
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not as_text:
+            return list(self.backend.encode(text, add_special_tokens=False).ids)
+        self.backend.encode_special_tokens = True
+        try:
+            return list(self.backend.encode(text, add_special_tokens=False).ids)
+        finally:
+            self.backend.encode_special_tokens = False
+
+
+def _formed(message: Message, form: tuple[str | None, bool]) -> Message:
+    """A message with tool calls in the form that a template wants."""
+    content, as_text = form
+    calls = message["tool_calls"]
+    if as_text:
+        calls = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
+            for call in calls
         ]
-    return [_masked(text, spans, cut, tokenizer, frozenset(end_tokens)) for text, spans, cut in groups]
+    return {**message, "content": message["content"] or content, "tool_calls": calls}
 
 
-def _apply(tokenizer: "PreTrainedTokenizerBase", messages: list[Message], add_generation_prompt: bool = False) -> str:
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
-
-
-def _masked(text: str, spans: list[tuple[int, int]], cut: bool, tokenizer: "PreTrainedTokenizerBase", ends: frozenset[int]) -> Rendered:
-    ids, offsets = _tokens(text, spans, tokenizer)
-    mask = [0] * len(ids)
-    for start, stop in spans:
-        inside = [position for position, (begin, end) in enumerate(offsets) if begin >= start and end <= stop and end > begin]
-        closing = [position for position in inside if ids[position] in ends]
-        if closing:  # what follows the end of turn (a line break) is the template's, not the target's
-            inside = [position for position in inside if position <= closing[-1]]
-        for position in inside:
-            mask[position] = 1
-    if cut:  # the answer was cut off: neither its end of turn nor what follows was generated
-        length = max((position for position, bit in enumerate(mask) if bit), default=-1) + 1
-        while length and ids[length - 1] in ends:
-            length -= 1
-        ids, mask = ids[:length], mask[:length]
-    return Rendered(ids, mask)
-
-
-def _tokens(text: str, spans: list[tuple[int, int]], tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[tuple[int, int]]]:
-    """Token ids of the text, and where each lies in it as (begin, end); in pieces between the spans' ends for a tokenizer
-    written in Python (Kimi's), which gives no offsets."""
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    if "offset_mapping" in encoded:
-        return list(encoded["input_ids"]), list(encoded["offset_mapping"])
-    ids: list[int] = []
-    offsets: list[tuple[int, int]] = []
-    for begin, end in pairwise(sorted({0, len(text), *(edge for span in spans for edge in span)})):
-        piece = tokenizer(text[begin:end], add_special_tokens=False)["input_ids"]
-        ids += piece
-        offsets += [(begin, end)] * len(piece)
-    if ids != encoded["input_ids"]:
-        raise AerieError("a turn does not begin or end at a token, so its tokens cannot be told apart")
-    return ids, offsets
+def count_turns(mask: Sequence[int]) -> int:
+    """How many supervised runs a mask has."""
+    return sum(bit and not before for before, bit in pairwise([0, *mask]))

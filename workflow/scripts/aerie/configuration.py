@@ -17,6 +17,7 @@ from .keys import canonical_json, digest_of
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # Engine options that change what a target computes, or which prompts it takes; the others change the speed.
 VALUE_OPTIONS = ("hf_overrides", "kv_cache_dtype", "load_format", "max_model_len", "quantization")
+DATASET_SETTINGS = ("max_length", "validation_share", "max_rejected", "last_turn_only", "system_prompt", "template_options")
 _COLUMNS = ["run", "target", "dataset", "draft"]
 
 
@@ -82,8 +83,9 @@ class Plan:
             self._add(found, "fingerprint_target", run.target, self._fingerprint(run.target), {})
             self._add(found, "preflight_target", run.target, self._preflight(run.target), {})
             if self.regenerates(run.dataset):
-                self._add(found, "regenerate_responses", pair, self._regenerate(run), self.engine(run.target))
-            self._add(found, "prepare_dataset", pair, self._dataset(run.dataset), {})
+                runtime = self.engine(run.target) | {"sources": self.config["datasets"][run.dataset]["sources"]}
+                self._add(found, "regenerate_responses", pair, self._regenerate(run), runtime)
+            self._add(found, "prepare_dataset", pair, self._dataset(run.dataset), {"sources": self.sources(run.target, run.dataset)})
             self._add(found, "extract_hidden_states", f"{pair}/{self.capture(run)}", self._extract(run), self._extract_runtime(run))
             self._add(found, "map_vocabulary", run.run, {"vocab_size": self.draft(run)["vocab_size"]}, {})
             self._add(found, "train_draft", run.run, self._train(run), {"device": self.device(run.target), "gpus": self.training_gpus(run)})
@@ -104,6 +106,12 @@ class Plan:
 
     def regenerates(self, dataset: str) -> bool:
         return bool(self.config["datasets"][dataset]["regenerate"])
+
+    def sources(self, target: str, dataset: str) -> list[Any]:
+        """What a dataset is prepared from: its sources, or the answers regenerated for them."""
+        if self.regenerates(dataset):
+            return [f"results/regenerated/{target}/{dataset}/responses.parquet"]
+        return list(self.config["datasets"][dataset]["sources"])
 
     def capture(self, run: Run) -> str:
         """Name of what is captured for a run: its aux layer ids ("default" where the jobs choose them) and stored dtype."""
@@ -161,11 +169,13 @@ class Plan:
     def _regenerate(self, run: Run) -> dict[str, Any]:
         settings = dict(self.config["datasets"][run.dataset]["regenerate"])
         limits = [limit for limit in (settings["max_prompts"], self._limit(run.dataset)) if limit is not None]
-        return settings | {"max_prompts": min(limits, default=None)} | self._computation(run.target)
+        dataset = self.config["datasets"][run.dataset]
+        rendering = {name: dataset[name] for name in ("system_prompt", "template_options")}
+        return settings | rendering | {"max_prompts": min(limits, default=None)} | self._computation(run.target)
 
     def _dataset(self, name: str) -> dict[str, Any]:
         dataset = self.config["datasets"][name]
-        return {"max_length": dataset["max_length"], "validation_share": dataset["validation_share"], "max_samples": self._limit(name)}
+        return {key: dataset[key] for key in DATASET_SETTINGS} | {"max_samples": self._limit(name)}
 
     def _extract(self, run: Run) -> dict[str, Any]:
         target, draft = self.config["targets"][run.target], self.draft(run)
@@ -195,6 +205,7 @@ class Plan:
 
     def _evaluate(self, run: Run) -> dict[str, Any]:
         settings = {name: value for name, value in self.config["evaluation"].items() if name != "prompts"}
+        settings["template_options"] = self.config["datasets"][run.dataset]["template_options"]
         # Speeds are part of the result, and so is everything that they depend on.
         return settings | self._computation(run.target) | {"engine": self.engine(run.target)}
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .chat import Conversation, Message
+from .conversations import Conversation, Message
 from .errors import AerieError
 from .generation import SpeculationCounters
 from .keys import digest_of

@@ -10,8 +10,6 @@ from .errors import AerieError
 from .vllm_options import common_options, device_type
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from .targets import Target
 
 
@@ -180,9 +178,3 @@ def length_limit(target: "Target", runtime: dict[str, Any]) -> int:
     """The most tokens of prompt and answer together: the model's positions, or engine_options' max_model_len if smaller."""
     limits = [target.max_positions, (runtime.get("engine_options") or {}).get("max_model_len")]
     return min((int(limit) for limit in limits if limit), default=2**31 - 1)
-
-
-def prompt_ids(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[dict[str, Any]]) -> list[int]:
-    """Token ids of the messages as the target's chat template renders them, ready for an answer."""
-    text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
-    return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]

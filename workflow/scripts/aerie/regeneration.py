@@ -19,8 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from . import cli
-from .chat import Conversation, Message
+from .conversations import Conversation, Message, with_system
 from .keys import digest_of
+from .sources import Source, mixture
 from .stage import sync_file, sync_folder
 
 LOOP_REPEATS = 4
@@ -41,6 +42,7 @@ _RESPONSE_SCHEMA = pa.schema(
         ("source", pa.string()),
         ("line", pa.int64()),
         ("messages", pa.string()),
+        ("tools", pa.string()),
         ("finish_reason", pa.string()),
     ]
 )
@@ -50,13 +52,14 @@ _RESPONSE_SCHEMA = pa.schema(
 class Prompt:
     """A conversation without its answers.
 
-    turns: the messages that come before each answer; system messages stand before the user's first.
+    turns: the messages that come before each answer; system messages stand before the user's first. tools: those on offer.
     """
 
     key: str
     source: str
     line: int
     turns: tuple[tuple[Message, ...], ...]
+    tools: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class Response:
     messages: list[Message]
     finish_reason: str
     tokens: int
+    tools: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,17 +101,21 @@ class Rejection:
     kept_turns: int = 0
 
 
-def prompt_of(conversation: Conversation) -> Prompt:
-    """The conversation's prompt; its key is a hash of the messages asked.
+def prompt_of(conversation: Conversation, system_prompt: str | None = None) -> Prompt:
+    """The conversation's prompt; its key is a hash of the messages asked, and of the tools on offer.
 
     It ends before the first tool's message: that one answers a call which the new answer may not make. `turns` is empty
-    where no user message comes before that.
+    where no user message comes before that. Without any answer in the row, each user message is a turn.
     """
     turns: list[tuple[Message, ...]] = []
     asked: list[Message] = []
-    for message in conversation.messages:
+    unanswered = not any(message["role"] == "assistant" for message in conversation.messages)
+    for message in with_system(conversation.messages, system_prompt):
         if message["role"] == "tool":
             break
+        if unanswered and message["role"] == "user" and any(earlier["role"] == "user" for earlier in asked):
+            turns.append(tuple(asked))
+            asked = []
         if message["role"] != "assistant":
             asked.append({"role": message["role"], "content": message["content"]})
         elif any(earlier["role"] == "user" for earlier in asked):
@@ -115,29 +123,45 @@ def prompt_of(conversation: Conversation) -> Prompt:
             asked = []
     if any(message["role"] == "user" for message in asked):
         turns.append(tuple(asked))
-    return Prompt(digest_of(turns)[:32], conversation.source, conversation.line, tuple(turns))
+    key = digest_of([turns, conversation.tools] if conversation.tools else turns)[:32]
+    return Prompt(key, conversation.source, conversation.line, tuple(turns), conversation.tools)
 
 
-def choose_prompts(conversations: Iterable[Conversation], max_prompts: int | None) -> tuple[list[Prompt], list[Rejection]]:
-    """Distinct usable prompts by ascending key, the lowest `max_prompts` of them, and what cannot be used.
+def choose_prompts(
+    sources: Sequence[tuple[Source, Iterable[Conversation]]], max_prompts: int | None, system_prompt: str | None = None
+) -> tuple[list[Prompt], list[Rejection]]:
+    """Distinct usable prompts by ascending key, as many as the sources' caps and weights and `max_prompts` allow; and the
+    rows that are not asked.
 
     The key is a hash, so this is a fair sample, and a larger number contains the smaller.
     """
     prompts: dict[str, Prompt] = {}
+    source_of: dict[str, int] = {}
     rejected = []
-    for conversation in conversations:
-        if conversation.problem:
-            rejected.append(Rejection(conversation.source, conversation.line, "unusable row", conversation.problem))
-            continue
-        prompt = prompt_of(conversation)
-        first = prompts.get(prompt.key)
-        if not prompt.turns:
-            rejected.append(Rejection(prompt.source, prompt.line, "no user turn", "no user message before the first tool message"))
-        elif first:
-            rejected.append(Rejection(prompt.source, prompt.line, "duplicate prompt", f"same as {first.source}:{first.line}"))
+    for number, (_, conversations) in enumerate(sources):
+        for conversation in conversations:
+            problem = conversation.problem or ("tokenised already" if conversation.tokens else "")
+            if problem:
+                rejected.append(Rejection(conversation.source, conversation.line, "unusable row", problem))
+                continue
+            prompt = prompt_of(conversation, system_prompt)
+            first = prompts.get(prompt.key)
+            if not prompt.turns:
+                rejected.append(Rejection(prompt.source, prompt.line, "no user turn", "no user message before the first tool message"))
+            elif first:
+                rejected.append(Rejection(prompt.source, prompt.line, "duplicate prompt", f"same as {first.source}:{first.line}"))
+            else:
+                prompts[prompt.key], source_of[prompt.key] = prompt, number
+    most = mixture(Counter(source_of.values()), [source for source, _ in sources])
+    taken: Counter[int] = Counter()
+    chosen: list[Prompt] = []
+    for key in sorted(prompts):
+        if taken[source_of[key]] < most[source_of[key]] and (max_prompts is None or len(chosen) < max_prompts):
+            taken[source_of[key]] += 1
+            chosen.append(prompts[key])
         else:
-            prompts[prompt.key] = prompt
-    return [prompts[key] for key in sorted(prompts)[:max_prompts]], rejected
+            rejected.append(Rejection(prompts[key].source, prompts[key].line, "not chosen", "beyond the number of prompts asked for"))
+    return chosen, rejected
 
 
 def find_loop(text: str) -> str:
@@ -162,7 +186,9 @@ def find_loop(text: str) -> str:
 
 
 def fault_of(answer: str, finish_reason: str) -> tuple[str, str]:
-    """Why an answer is not good, and the detail: "empty answer", "loop", "cut off", or "" for a good one."""
+    """Why an answer is not good, and the detail: "special tokens", "empty answer", "loop", "cut off", or "" for a good one."""
+    if finish_reason == "special":
+        return "special tokens", "the answer holds special tokens, which its text does not show"
     if not answer.strip():
         return "empty answer", ""
     loop = find_loop(answer)
@@ -190,7 +216,7 @@ def assemble(prompt: Prompt, answered: Answers, keep_cut_off: bool) -> tuple[Res
         kept, finish_reason, tokens = kept + 1, finished, tokens + count
         if fault and kept < len(prompt.turns):
             problem, detail = fault, f"{fault_detail} before the last turn"
-    response = Response(prompt.key, prompt.source, prompt.line, messages, finish_reason, tokens) if kept else None
+    response = Response(prompt.key, prompt.source, prompt.line, messages, finish_reason, tokens, prompt.tools) if kept else None
     return response, Rejection(prompt.source, prompt.line, problem, detail, kept) if problem else None
 
 
@@ -258,13 +284,14 @@ class AnswerStore:
 
 
 def write_responses(responses: Sequence[Response], path: Path) -> None:
-    """responses.parquet: prompt_key, source, line, messages (JSON of a list of {role, content}), finish_reason."""
+    """responses.parquet: prompt_key, source, line, messages (JSON of a list of {role, content}), tools (JSON), finish_reason."""
     rows = [
         {
             "prompt_key": one.prompt_key,
             "source": one.source,
             "line": one.line,
             "messages": json.dumps(one.messages, ensure_ascii=False),
+            "tools": json.dumps(one.tools, ensure_ascii=False) if one.tools else None,
             "finish_reason": one.finish_reason,
         }
         for one in responses

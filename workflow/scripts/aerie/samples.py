@@ -1,14 +1,15 @@
 """Samples on disk: one token sequence with its loss mask a row, in results/datasets/{target}/{dataset}/samples."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from .errors import AerieError
-from .keys import digest_of, sample_key
+from .keys import sample_key
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 class Sample(NamedTuple):
     """input_ids and loss_mask [tokens]; 1 in the mask is a supervised token. Two samples are equal if both are."""
 
-    input_ids: list[int]
-    loss_mask: list[int]
+    input_ids: Sequence[int] | np.ndarray
+    loss_mask: Sequence[int] | np.ndarray
     source: str
     split: str = "train"
 
@@ -33,14 +34,22 @@ class Sample(NamedTuple):
         return hashlib.sha256(self.key.encode() + np.asarray(self.loss_mask, dtype=np.uint8).tobytes()).hexdigest()
 
 
-def samples_digest(samples: Sequence[Sample]) -> str:
-    """Content digest of a set of samples; order does not matter, split does."""
-    return digest_of(sorted([sample.order, sample.split] for sample in samples))
+def samples_digest(samples: Iterable[tuple[str, str]]) -> str:
+    """Content digest of a set of samples, given as pairs (order, split); the set's own order does not matter."""
+    found = hashlib.sha256()
+    for order, split in sorted(samples):
+        found.update(f"{order} {split}\n".encode())
+    return found.hexdigest()
 
 
-def write_samples(samples: Sequence[Sample], folder: Path) -> None:
-    """Saves samples as a datasets folder: sample_key, split, source, input_ids (int32), loss_mask (uint8)."""
+def write_samples(samples: Iterable[Sample], folder: Path, digest: str) -> None:
+    """Saves samples as a datasets folder: sample_key, split, source, input_ids (int32), loss_mask (uint8).
+
+    Memory does not grow with their number. digest names the data set within `datasets`, which else takes a random name.
+    """
+    import pyarrow as pa
     from datasets import Dataset, Features, List, Value
+    from datasets.table import MemoryMappedTable
 
     features = Features(
         {
@@ -51,14 +60,21 @@ def write_samples(samples: Sequence[Sample], folder: Path) -> None:
             "loss_mask": List(Value("uint8")),
         }
     )
-    rows = {
-        "sample_key": [sample.key for sample in samples],
-        "split": [sample.split for sample in samples],
-        "source": [sample.source for sample in samples],
-        "input_ids": [sample.input_ids for sample in samples],
-        "loss_mask": [sample.loss_mask for sample in samples],
-    }
-    Dataset.from_dict(rows, features=features).save_to_disk(folder)
+    table = folder.with_name(folder.name + ".arrow")
+    left = iter(samples)
+    with pa.OSFile(str(table), "wb") as file, pa.ipc.new_stream(file, features.arrow_schema) as writer:
+        while batch := list(islice(left, 1000)):
+            columns = [
+                [sample.key for sample in batch],
+                [sample.split for sample in batch],
+                [sample.source for sample in batch],
+                [np.asarray(sample.input_ids, dtype=np.int32) for sample in batch],
+                [np.asarray(sample.loss_mask, dtype=np.uint8) for sample in batch],
+            ]
+            arrays = [pa.array(values, field.type) for values, field in zip(columns, features.arrow_schema, strict=True)]
+            writer.write_batch(pa.record_batch(arrays, schema=features.arrow_schema))
+    Dataset(MemoryMappedTable.from_file(str(table)), fingerprint=digest[:16]).save_to_disk(folder)
+    table.unlink()
 
 
 def load_samples(folder: Path) -> "Dataset":

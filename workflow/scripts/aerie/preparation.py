@@ -1,0 +1,308 @@
+"""From rows to samples: every row rendered by one of several workers, its samples kept on disk, its fate in a ledger.
+
+What a sample is and which are chosen depends on the rows alone: not on their order, nor on the number of workers.
+"""
+
+import multiprocessing
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .chat import Renderer, Unusable, count_turns
+from .conversations import Conversation, conversation_of, with_system
+from .keys import digest_of
+from .progress import Progress
+from .samples import Sample
+from .sources import RawRow, Source, mixture
+
+CHUNK_ROWS = 256  # rows that a worker takes at once …
+CHUNK_CHARACTERS = 1 << 22  # … or fewer, where they are long
+NOT_COUNTED = ("duplicate", "not chosen")  # reasons that say nothing against a row
+
+
+class Options(NamedTuple):
+    """How rows become samples. tokenizer: a function that loads it (in each worker); vocab_size: of the target's head."""
+
+    tokenizer: Callable[[], Any]
+    end_tokens: Sequence[int]
+    max_length: int
+    vocab_size: int = 2**31
+    system_prompt: str | None = None
+    last_turn_only: bool = False
+    template_options: dict[str, Any] = {}
+
+
+class Fate(NamedTuple):
+    """What became of a row: its samples (as numbers), or the reason why there are none."""
+
+    source: int
+    file: str
+    line: int
+    reason: str
+    detail: str
+    samples: range
+
+
+class Entry(NamedTuple):
+    """A sample in the ledger; its tokens lie on disk. prompt: hash of its first user message, which decides the split."""
+
+    order: bytes
+    prompt: bytes
+    source: int
+    supervised: int
+    turns: int
+
+
+class Prepared:
+    """All samples, and the fate of every row.
+
+    tokens and mask of sample i are rows offsets[i]:offsets[i+1] of the files input_ids (int32) and loss_mask (uint8) in `folder`.
+    """
+
+    def __init__(self, folder: Path, sources: Sequence[str]) -> None:
+        self.folder, self.sources = folder, list(sources)
+        self.entries: list[Entry] = []
+        self.fates: list[Fate] = []
+        self.notes: list[Counter[str]] = [Counter() for _ in sources]
+        self.lengths: list[int] = []
+        self.chosen: dict[int, str] = {}  # sample: split, in canonical order
+
+    def finish(self) -> None:
+        """Opens the tokens on disk for reading."""
+        self.offsets = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+        empty = not self.offsets[-1]
+        self._ids, self._mask = (
+            np.zeros(0, dtype) if empty else np.memmap(self.folder / name, dtype, "r")
+            for name, dtype in (("input_ids", np.int32), ("loss_mask", np.uint8))
+        )
+
+    def sample(self, number: int) -> Sample:
+        """A sample with its tokens."""
+        begin, end = self.offsets[number], self.offsets[number + 1]
+        entry = self.entries[number]
+        return Sample(self._ids[begin:end], self._mask[begin:end], self.sources[entry.source], self.chosen.get(number, "train"))
+
+    def samples(self) -> Iterator[Sample]:
+        """The chosen samples in canonical order."""
+        return map(self.sample, self.chosen)
+
+    def rejects(self) -> Iterator[dict[str, Any]]:
+        """{source, line, reason, detail} of each row of which no sample was chosen."""
+        for fate in self.fates:
+            if fate.reason:
+                yield {"source": fate.file, "line": fate.line, "reason": fate.reason, "detail": fate.detail}
+
+
+def prepare(sources: Sequence[tuple[str, Iterable[RawRow]]], options: Options, folder: Path, workers: int = 1) -> Prepared:
+    """Renders, masks and truncates every row of the sources ((name, rows) pairs), in `workers` processes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    prepared = Prepared(folder, [name for name, _ in sources])
+    progress = Progress("prepare_dataset", 0, "rows")
+    with open(folder / "input_ids", "wb") as ids, open(folder / "loss_mask", "wb") as mask:
+        for chunk in _run(_chunks(sources), options, workers):
+            ids.write(chunk.input_ids)
+            mask.write(chunk.loss_mask)
+            known = len(prepared.entries)
+            prepared.entries += chunk.entries
+            prepared.lengths += chunk.lengths
+            prepared.fates += [
+                fate._replace(samples=range(fate.samples.start + known, fate.samples.stop + known)) for fate in chunk.fates
+            ]
+            for source, notes in chunk.notes.items():
+                prepared.notes[source].update(notes)
+            progress.total = progress.count + len(chunk.fates)
+            progress.update(len(chunk.fates))
+    progress.done()
+    prepared.finish()
+    return prepared
+
+
+class _Chunk(NamedTuple):
+    """What a worker made of some rows."""
+
+    input_ids: bytes
+    loss_mask: bytes
+    lengths: list[int]
+    entries: list[Entry]
+    fates: list[Fate]
+    notes: dict[int, Counter[str]]
+
+
+def _chunks(sources: Sequence[tuple[str, Iterable[RawRow]]]) -> Iterator[list[tuple[int, RawRow]]]:
+    chunk: list[tuple[int, RawRow]] = []
+    characters = 0
+    for number, (_, rows) in enumerate(sources):
+        for row in rows:
+            chunk.append((number, row))
+            characters += len(row.data) if isinstance(row.data, str) else 1000
+            if len(chunk) == CHUNK_ROWS or characters > CHUNK_CHARACTERS:
+                yield chunk
+                chunk, characters = [], 0
+    if chunk:
+        yield chunk
+
+
+def _run(chunks: Iterator[list[tuple[int, RawRow]]], options: Options, workers: int) -> Iterator[_Chunk]:
+    """The chunks' results in order; here where there is one worker or little to do, else in processes."""
+    first = list(islice(chunks, 2))
+    if workers == 1 or len(first) < 2:
+        worker = Worker(options)
+        yield from map(worker, chain(first, chunks))
+        return
+    context = multiprocessing.get_context("spawn")
+    waiting: deque[Future[_Chunk]] = deque()
+    with ProcessPoolExecutor(workers, context, _start_worker, (options,)) as pool:
+        try:
+            for chunk in chain(first, chunks):
+                waiting.append(pool.submit(_work, chunk))
+                if len(waiting) > 2 * workers:  # so many at once that no worker waits, and no more are held in memory
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+_worker: "Worker"
+
+
+def _start_worker(options: Options) -> None:
+    global _worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    parent = multiprocessing.parent_process()
+
+    def follow() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)  # the parent was killed: nobody waits for the results
+
+    threading.Thread(target=follow, daemon=True).start()
+    _worker = Worker(options)
+
+
+def _work(chunk: list[tuple[int, RawRow]]) -> _Chunk:
+    return _worker(chunk)
+
+
+class Worker:
+    """Makes samples of rows."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.renderer = Renderer(options.tokenizer(), options.end_tokens, options.template_options, options.last_turn_only)
+
+    def __call__(self, chunk: list[tuple[int, RawRow]]) -> _Chunk:
+        ids, masks, lengths = [], [], []
+        entries: list[Entry] = []
+        fates: list[Fate] = []
+        all_notes: dict[int, Counter[str]] = {}
+        for source, row in chunk:
+            conversation = conversation_of(row)
+            known = len(entries)
+            reason, detail = "", ""
+            try:
+                samples, turns, notes = self.samples(conversation)
+            except Unusable as problem:
+                samples, turns, notes = [], [], []
+                reason, _, detail = str(problem).partition(": ")
+            prompt = _prompt_hash(conversation, samples)
+            for sample, count in zip(samples, turns, strict=True):
+                entries.append(Entry(bytes.fromhex(sample.order), prompt, source, int(sum(sample.loss_mask)), count))
+                ids.append(np.asarray(sample.input_ids, dtype="<i4").tobytes())
+                masks.append(bytes(sample.loss_mask))
+                lengths.append(len(sample.input_ids))
+            fates.append(Fate(source, row.source, row.line, reason, detail, range(known, len(entries))))
+            if notes:
+                all_notes.setdefault(source, Counter()).update(notes)
+        return _Chunk(b"".join(ids), b"".join(masks), lengths, entries, fates, all_notes)
+
+    def samples(self, conversation: Conversation) -> tuple[list[Sample], list[int], list[str]]:
+        """The samples of a conversation, their numbers of supervised turns, and notes. Raises Unusable."""
+        if conversation.problem:
+            raise Unusable(conversation.problem)
+        if conversation.tokens and max(conversation.tokens[0]) >= self.options.vocab_size:
+            raise Unusable(f"wrong value: an input id is not below the target's vocabulary of {self.options.vocab_size}")
+        if not conversation.tokens:
+            conversation = conversation._replace(messages=with_system(conversation.messages, self.options.system_prompt))
+        try:
+            rendered, notes = self.renderer.render(conversation)
+        except Unusable:
+            raise
+        except Exception as error:
+            # A template may raise anything; its words become the reason.
+            raise Unusable(f"chat template: {type(error).__name__}: {error}") from error
+        most = self.options.max_length
+        notes += conversation.notes
+        notes += ["cut at max_length"] * sum(len(one.input_ids) > most for one in rendered)
+        kept = [one for one in rendered if any(one.loss_mask[:most])]
+        if not kept:
+            raise Unusable("no supervised token within max_length" if any(map(any, (one.loss_mask for one in rendered))) else "no supervised token")
+        turns = [one.turns if len(one.input_ids) <= most else count_turns(one.loss_mask[:most]) for one in kept]
+        return [Sample(one.input_ids[:most], one.loss_mask[:most], "") for one in kept], turns, notes
+
+
+def _prompt_hash(conversation: Conversation, samples: Sequence[Sample]) -> bytes:
+    """Hash of the first user message, or of the tokens before the first supervised one."""
+    if not samples:
+        return b""
+    if conversation.tokens:
+        ids, mask = conversation.tokens
+        return bytes.fromhex(digest_of(ids[: mask.index(1)]))
+    return bytes.fromhex(digest_of(next(message["content"] for message in conversation.messages if message["role"] == "user")))
+
+
+def choose(prepared: Prepared, sources: Sequence[Source], validation_share: float, max_samples: int | None = None) -> None:
+    """Chooses the samples, fills in `chosen`, and the reason of rows that have none of them.
+
+    Exact duplicates are taken once; each source gives its samples of lowest hash, as many as its cap and the weights allow.
+    Validation is chosen by the hash of the first user message, so it is stable when data is added or regenerated.
+    """
+    entries = prepared.entries
+    canonical = sorted(range(len(entries)), key=lambda number: (entries[number].order, prepared.sources[entries[number].source], number))
+    unique = [number for place, number in enumerate(canonical) if not place or entries[number].order != entries[canonical[place - 1]].order]
+    taken: Counter[int] = Counter()
+    most = mixture(Counter(entries[number].source for number in unique), sources)
+    mixed = []
+    for number in unique:
+        source = entries[number].source
+        if taken[source] < most[source]:
+            taken[source] += 1
+            mixed.append(number)
+    prepared.chosen = limit(split(mixed, entries, validation_share), max_samples)
+    alive = set(unique)
+    for place, fate in enumerate(prepared.fates):
+        if fate.samples and not any(number in prepared.chosen for number in fate.samples):
+            reason = "not chosen" if any(number in alive for number in fate.samples) else "duplicate"
+            prepared.fates[place] = fate._replace(reason=reason)
+
+
+def split(numbers: Sequence[int], entries: Sequence[Entry], share: float) -> dict[int, str]:
+    """{sample: split}: validation where the first message's hash falls into the share; at least one message does."""
+    prompts = {entries[number].prompt for number in numbers}
+    first = min(prompts, default=b"")
+    border = share * 2**32
+    return {
+        number: "validation" if int.from_bytes(prompt[:4]) < border or prompt == first else "train"
+        for number in numbers
+        if (prompt := entries[number].prompt) is not None
+    }
+
+
+def limit(chosen: dict[int, str], most: int | None) -> dict[int, str]:
+    """The `most` samples of lowest hash in canonical order, so that a larger number contains the smaller.
+
+    Where these happen to be of one split only, the last is exchanged for the first of the other.
+    """
+    kept = list(islice(chosen.items(), most))
+    for wanted in ("train", "validation"):
+        if len(kept) > 1 and not any(name == wanted for _, name in kept):
+            kept = kept[:-1] + [pair for pair in chosen.items() if pair[1] == wanted][:1]
+    return dict(kept)

@@ -1,0 +1,261 @@
+"""Sources: where conversations come from, and their rows one by one, as they lie in files or on the hub."""
+
+import gzip
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .errors import AerieError
+from .keys import digest_of, file_sha256
+
+_ENDINGS = (".json", ".jsonl", ".parquet", ".json.gz", ".jsonl.gz", ".json.zst", ".jsonl.zst")
+_CHUNK = 1 << 22  # characters read at a time from a .json file
+_BETWEEN = re.compile(r"[\s,]*")  # what separates the elements of a list
+_SPACE = re.compile(r"\s*")
+
+
+class Source(NamedTuple):
+    """One entry of a dataset's `sources`. path: a file, folder or glob; or a data set on the hub, at one commit.
+
+    weight: its share of the dataset, relative to the other sources' weights. max_samples: its samples of lowest hash.
+    """
+
+    path: str = ""
+    hub_id: str = ""
+    revision: str = ""
+    split: str = ""
+    subset: str | None = None
+    weight: float | None = None
+    max_samples: int | None = None
+    allow_truncated: bool = False
+
+    @classmethod
+    def of(cls, item: "str | dict[str, Any]") -> "Source":
+        """From the configuration: a path alone, or an object with these keys."""
+        return cls(path=item) if isinstance(item, str) else cls(**item)
+
+    @property
+    def name(self) -> str:
+        """What the ledger calls it."""
+        return self.path or f"{self.hub_id}[{':'.join(part for part in (self.subset, self.split) if part)}]"
+
+    def files(self) -> list[Path]:
+        """The files, sorted; none for the hub. AerieError where the path names nothing that can be read."""
+        if self.hub_id:
+            return []
+        path = Path(self.path)
+        if path.is_dir():
+            found = [file for file in path.rglob("*") if file.name.endswith(_ENDINGS)]
+        elif any(letter in self.path for letter in "*?["):
+            found = [file for file in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if file.is_file()]
+        else:
+            found = [path]
+        if not found:
+            raise AerieError(f"{self.path}: no file there; expected files ending in {', '.join(_ENDINGS)}. Check the dataset's sources.")
+        return sorted(found)
+
+    def digest(self) -> str:
+        """Digest of what is in it and how it is mixed; neither its place nor its name is in it."""
+        if self.hub_id:
+            content: Any = [self.hub_id, self.revision, self.subset, self.split]
+        else:
+            content = sorted(_file_digest(path) for path in self.files())
+        return digest_of([content, self.weight, self.max_samples, self.allow_truncated])
+
+
+class RawRow(NamedTuple):
+    """One row as found. line: its line in a .jsonl file, else its number; data: JSON text, or the parsed row."""
+
+    source: str
+    line: int
+    data: Any
+
+
+def sources_digest(sources: Sequence[Source]) -> str:
+    """Digest of all sources; their order is not in it."""
+    return digest_of(sorted(source.digest() for source in sources))
+
+
+def _file_digest(path: Path) -> str:
+    """Content digest of a file: that of its manifest where a stage made it, else its sha256."""
+    manifest = path.with_name("manifest.json")
+    if path.name == "responses.parquet" and manifest.exists():
+        return str(json.loads(manifest.read_text())["digest"])
+    if not path.is_file():
+        raise AerieError(f"{path}: no such file. Check the dataset's sources.")
+    return file_sha256(path)
+
+
+def read_rows(source: Source) -> Iterator[RawRow]:
+    """Every row of a source, in order, in memory that does not grow with the source.
+
+    AerieError where a file cannot be read at all; a row that is wrong in itself is passed on, to be rejected with its reason.
+    """
+    if source.hub_id:
+        yield from _hub_rows(source)
+    for path in source.files():
+        name = str(path)
+        if not path.is_file():
+            raise AerieError(f"{path}: no such file. Check the dataset's sources.")
+        if not path.name.endswith(_ENDINGS):
+            raise AerieError(f"{path}: unknown ending; expected one of {', '.join(_ENDINGS)}")
+        if path.suffix == ".parquet":
+            import pyarrow.parquet as pq
+
+            number = 0
+            for batch in pq.ParquetFile(path).iter_batches(1000):
+                for number, row in enumerate(batch.to_pylist(), number + 1):
+                    yield RawRow(name, number, row)
+            continue
+        try:
+            with _open(path) as file:
+                if ".jsonl" in path.suffixes:
+                    for number, text in enumerate(file, 1):
+                        if text.strip():
+                            yield RawRow(name, number, text.strip())
+                else:
+                    for number, data in enumerate(_json_rows(file, path, source.allow_truncated), 1):
+                        yield RawRow(name, number, data)
+        except (OSError, EOFError) as error:  # a compressed file that is damaged or cut off
+            if not source.allow_truncated or not isinstance(error, EOFError):
+                raise AerieError(f"{path}: cannot be read to its end ({error}). Get the file again.") from error
+
+
+def _open(path: Path) -> io.TextIOWrapper:
+    """The file as text. A byte that is not UTF-8 becomes a lone surrogate, by which its row is known and rejected."""
+    raw: Any = open(path, "rb")
+    if path.suffix == ".gz":
+        raw = gzip.GzipFile(fileobj=raw)
+    elif path.suffix == ".zst":
+        import pyarrow
+
+        raw = io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"))
+    return io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="\n")
+
+
+def _hub_rows(source: Source) -> Iterator[RawRow]:
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset(source.hub_id, source.subset, revision=source.revision, split=source.split)
+    except Exception as error:
+        raise AerieError(f"{source.name}: could not be loaded from the hub ({type(error).__name__}: {error})") from error
+    for number, row in enumerate(rows, 1):
+        yield RawRow(source.name, number, row)
+
+
+class _Text:
+    """A file of JSON values, read in pieces."""
+
+    def __init__(self, file: io.TextIOWrapper, path: Path) -> None:
+        self.file, self.path = file, path
+        self.buffer, self.at, self.ended = "", 0, False
+        self.bytes = 0  # in what was dropped from the buffer
+        self.decoder = json.JSONDecoder()
+
+    def more(self) -> bool:
+        """Reads on, twice as far each time that one value is longer; False at the end of the file."""
+        self.bytes += len(self.buffer[: self.at].encode("utf-8", "surrogateescape"))
+        self.buffer, self.at = self.buffer[self.at :], 0
+        try:
+            piece = self.file.read(max(_CHUNK, len(self.buffer)))
+        except EOFError:
+            piece = ""
+        self.ended = not piece
+        self.buffer += piece
+        return bool(piece)
+
+    def skip(self, what: "re.Pattern[str]") -> str:
+        """The first character behind `what`; "" at the end of the file."""
+        while True:
+            self.at = what.match(self.buffer, self.at).end()  # type: ignore[union-attr]
+            if self.at < len(self.buffer) or not self.more():
+                return self.buffer[self.at : self.at + 1]
+
+    def value(self) -> tuple[str, Any]:
+        """Text and value of the next JSON value. Raises ValueError."""
+        while True:
+            try:
+                value, end = self.decoder.raw_decode(self.buffer, self.at)
+            except ValueError as error:
+                # An error close to the end of what was read may be no error once more is read; so may an open string.
+                open_end = getattr(error, "pos", 0) > len(self.buffer) - 16 or "Unterminated string" in str(error)
+                if self.ended or not open_end:
+                    raise
+                self.more()
+                continue
+            if end == len(self.buffer) and not self.ended and self.more():
+                continue  # a number may go on
+            text, self.at = self.buffer[self.at : end], end
+            return text, value
+
+    def offset(self, position: int) -> int:
+        """The byte of the file at a position of the buffer."""
+        return self.bytes + len(self.buffer[:position].encode("utf-8", "surrogateescape"))
+
+
+def _json_rows(file: io.TextIOWrapper, path: Path, allow_truncated: bool) -> Iterator[Any]:
+    """The rows of a .json file: the elements of a list; or of an object that holds them, as a list or by name; or JSON values
+    that follow each other, as in .jsonl."""
+    text = _Text(file, path)
+    first = text.skip(_SPACE)
+    if not first:
+        raise AerieError(f"{path}: the file is empty; expected JSON")
+    rows = 0
+    try:
+        if first == "[":
+            text.at += 1
+            while (next_one := text.skip(_BETWEEN)) != "]":
+                if not next_one:
+                    raise json.JSONDecodeError("the list has no end", text.buffer, text.at)
+                yield text.value()[0]
+                rows += 1
+            text.at += 1
+            if text.skip(_SPACE):
+                raise json.JSONDecodeError("more text after the end of the list", text.buffer, text.at)
+            return
+        alone, value = text.value()
+        if not text.skip(_SPACE):
+            yield from _rows_of(value, alone)
+            return
+        yield alone
+        rows = 1
+        while text.skip(_SPACE):
+            yield text.value()[0]
+            rows += 1
+    except RecursionError as error:
+        raise AerieError(f"{path}: row {rows + 1} is nested too deeply to be read. Remove it.") from error
+    except json.JSONDecodeError as error:
+        cut_off = text.ended
+        if cut_off and allow_truncated and rows:
+            return
+        advice = "the file looks cut off: get it again, or set allow_truncated: true to take the rows before" if cut_off else "mend it"
+        raise AerieError(
+            f"{path}: not valid JSON: {error.msg.removesuffix(' at')} at byte {text.offset(error.pos):,}, in row {rows + 1} which begins at byte "
+            f"{text.offset(text.at):,}; {rows:,} complete rows come before it; {advice}"
+        ) from error
+
+
+def _rows_of(value: Any, text: str) -> Iterator[Any]:
+    """The rows in a file that is one JSON value, not a list."""
+    if isinstance(value, dict):
+        lists = [part for part in value.values() if isinstance(part, list) and part and all(isinstance(row, dict) for row in part)]
+        if len(value) > 1 and all(isinstance(part, dict) for part in value.values()):
+            yield from value.values()
+            return
+        if len(lists) == 1 and not {"messages", "conversations", "turns", "question"} & set(value):
+            yield from lists[0]
+            return
+    yield text
+
+
+def mixture(counts: Counter[int], sources: Sequence[Source]) -> dict[int, int]:
+    """How many samples (or prompts) each source gives: all, up to its cap; those with weights as many as keep the weights' proportions."""
+    most = {number: counts[number] if one.max_samples is None else min(counts[number], one.max_samples) for number, one in enumerate(sources)}
+    weights = {number: one.weight for number, one in enumerate(sources) if one.weight is not None}
+    scale = min((most[number] / weight for number, weight in weights.items()), default=0.0)
+    return most | {number: min(most[number], round(weight * scale)) for number, weight in weights.items()}
