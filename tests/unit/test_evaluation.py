@@ -12,7 +12,7 @@ import torch
 import evaluate_draft
 import tiny_targets
 from aerie import evaluation
-from aerie.chat import Conversation
+from aerie.conversations import Conversation
 from aerie.errors import AerieError
 from aerie.evaluation import EvaluationPrompt, Half
 from aerie.generation import SpeculationCounters, read_counters

@@ -15,11 +15,12 @@ import pytest
 import regenerate_responses
 import tiny_targets
 from aerie import regeneration
-from aerie.chat import Conversation, read_conversations
+from aerie.conversations import Conversation, read_conversations
 from aerie.errors import AerieError
 from aerie.generation import Answer
 from aerie.keys import digest_of
 from aerie.regeneration import Answers, AnswerStore, assemble, choose_prompts, find_loop, prompt_of
+from aerie.sources import Source
 from aerie.stage import Recipe
 from aerie.targets import Target
 
@@ -28,6 +29,10 @@ SCRIPTS = Path(__file__).parents[2] / "workflow" / "scripts"
 
 def conversation(*roles: str, line: int = 1, tag: str = "") -> Conversation:
     return Conversation("file", line, [{"role": role, "content": f"{role} {number}{tag}"} for number, role in enumerate(roles)])
+
+
+def choose(rows, max_prompts, sources=None):
+    return choose_prompts(list(zip(sources or [Source()] * len(rows), rows, strict=True)), max_prompts)
 
 
 @pytest.mark.parametrize(
@@ -80,16 +85,40 @@ def test_prompt_ends_before_a_tool_message():
     assert prompt_of(conversation("tool", "user")).turns == ()
 
 
+def test_without_answers_each_user_message_is_a_turn():
+    """As MT-Bench's turns and BFCL's questions."""
+    prompt = prompt_of(conversation("system", "user", "user", "user"))
+    assert [[message["role"] for message in turn] for turn in prompt.turns] == [["system", "user"], ["user"], ["user"]]
+    assert [len(turn) for turn in prompt_of(conversation("user", "user", "assistant")).turns] == [2]
+
+
+def test_tools_and_system_prompt_are_part_of_the_prompt():
+    row = conversation("user")
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    assert prompt_of(row._replace(tools=tools)).tools == tools
+    keys = {prompt_of(row).key, prompt_of(row._replace(tools=tools)).key, prompt_of(row, "Be kind.").key}
+    assert len(keys) == 3
+    assert prompt_of(row, "Be kind.").turns[0][0] == {"role": "system", "content": "Be kind."}
+
+
 def test_a_greeting_of_the_assistant_is_left_out():
     assert [len(turn) for turn in prompt_of(conversation("system", "assistant", "user", "assistant")).turns] == [2]
 
 
 def test_more_prompts_contain_fewer():
     rows = [conversation("user", line=line, tag=f" of {line}") for line in range(1, 31)]
-    few, many = choose_prompts(rows, 5)[0], choose_prompts(rows, 20)[0]
+    few, many = choose([rows], 5)[0], choose([rows], 20)[0]
     assert len(few) == 5
     assert {prompt.key for prompt in few} < {prompt.key for prompt in many}
-    assert many == choose_prompts(list(reversed(rows)), 20)[0]
+    assert many == choose([list(reversed(rows))], 20)[0]
+
+
+def test_sources_give_prompts_by_cap_and_weight():
+    rows = [[conversation("user", line=line, tag=f" of {name}{line}") for line in range(1, 31)] for name in "ab"]
+    prompts, rejected = choose(rows, None, [Source(max_samples=7), Source()])
+    assert len(prompts) == 37 and {one.reason for one in rejected} == {"not chosen"} and len(rejected) == 23
+    assert len(choose(rows, None, [Source(weight=1), Source(weight=2)])[0]) == 45
+    assert len(choose(rows, 9, [Source(weight=1), Source(weight=2)])[0]) == 9
 
 
 def test_every_row_that_is_not_asked_has_a_reason():
@@ -99,7 +128,7 @@ def test_every_row_that_is_not_asked_has_a_reason():
         Conversation("file", 3, [], "no messages"),
         conversation("tool", "user", line=4),
     ]
-    prompts, rejected = choose_prompts(rows, None)
+    prompts, rejected = choose([rows], None)
     assert len(prompts) == 1
     assert [(one.line, one.reason) for one in rejected] == [(2, "duplicate prompt"), (3, "unusable row"), (4, "no user turn")]
     assert rejected[0].detail == "same as file:1"
@@ -149,7 +178,7 @@ def test_ask_shows_later_turns_the_new_answers():
         asked.append((seed, len(batch)))
         return [Answer([1, 2], f"answer of {bytes(ids).decode()[-8:]}", "length" if b"0b" in bytes(ids) else "stop") for ids in batch]
 
-    def ids_of(messages):
+    def ids_of(messages, tools):
         return list("|".join(message["content"] for message in messages).encode())
 
     found = regenerate_responses.ask(prompts, generate, ids_of, 40, seed=7)
@@ -158,6 +187,18 @@ def test_ask_shows_later_turns_the_new_answers():
     assert (len(found[1].answers), found[1].finish_reasons) == (1, ("length",))  # cut off: the next turn is not asked
     assert (found[2].answers, found[2].problem) == ((), "prompt too long")
     assert asked == [(7, 2), (8, 1)]
+
+
+def test_an_answer_with_special_tokens_is_not_good():
+    """Its text does not show them, so the conversation would not be what the target said."""
+
+    def generate(batch, seed):
+        return [Answer([5, 9, 6], "answer", "stop") for _ in batch]
+
+    prompts = [prompt_of(conversation("user", "assistant", "user"))]
+    [found] = regenerate_responses.ask(prompts, generate, lambda messages, tools: [1], 40, seed=7, special=frozenset([9]))
+    response, rejection = assemble(prompts[0], found, keep_cut_off=True)
+    assert response is None and rejection and rejection.reason == "special tokens"
 
 
 def test_answers_come_back_from_the_store(tmp_path):
@@ -171,10 +212,10 @@ def test_answers_come_back_from_the_store(tmp_path):
 def test_no_prompts_is_an_error(tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.write_text('{"messages": []}\n')
-    recipe = Recipe("regenerate_responses", 1, {"max_prompts": None}, {})
+    recipe = Recipe("regenerate_responses", 2, {"max_prompts": None}, {})
     target = Target("none", "0" * 64, {}, False)
     with pytest.raises(AerieError, match=r"no prompt to answer .* unusable row"):
-        regenerate_responses.regenerate(recipe, target, [empty], tmp_path, tmp_path)
+        regenerate_responses.regenerate(recipe, target, [Source(path=str(empty))], tmp_path, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -195,10 +236,11 @@ def command(folder: Path, output: str, max_prompts: int | None = None) -> list[s
     settings = {"max_new_tokens": 16, "temperature": 0.7, "top_p": 1.0, "seed": 0, "max_prompts": max_prompts, "keep_cut_off": True}
     runtime = {"device": "cpu", "tensor_parallel": 1, "batch_prompts": 4}
     runtime["engine_options"] = {"enforce_eager": True, "kv_cache_memory_bytes": 2**26}
-    recipe = {"stage": "regenerate_responses", "version": 1, "settings": settings, "runtime": runtime}
+    runtime["sources"] = [str(folder / "prompts.jsonl")]
+    recipe = {"stage": "regenerate_responses", "version": 2, "settings": settings, "runtime": runtime}
     (folder / f"{output}.json").write_text(json.dumps(recipe))
     line = [sys.executable, SCRIPTS / "regenerate_responses.py", "--recipe", folder / f"{output}.json"]
-    line += ["--target", folder / "fingerprint.json", "--prompts", folder / "prompts.jsonl", "--store", folder / "store"]
+    line += ["--target", folder / "fingerprint.json", "--store", folder / "store"]
     return list(map(str, [*line, "--output", folder / output, "--log", folder / f"{output}.log"]))
 
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from aerie import audit, cli
 from aerie.errors import AerieError
-from aerie.preparation import NOT_COUNTED, Options, Prepared, choose, prepare
-from aerie.samples import samples_digest, write_samples
+from aerie.preparation import NOT_COUNTED, Fate, Options, Prepared, choose, prepare
+from aerie.samples import write_samples
 from aerie.sources import Source, read_rows, sources_digest
 from aerie.stage import Recipe, StageResult, run_stage
 from aerie.targets import Target
@@ -46,8 +46,7 @@ def main(args: argparse.Namespace) -> None:
         choose(prepared, sources, settings["validation_share"], settings["max_samples"])
         write_rejects(prepared, work / "rejects.jsonl")
         check(prepared, settings["max_rejected"], work / "rejects.jsonl")
-        digest = samples_digest((prepared.entries[number].order.hex(), split) for number, split in prepared.chosen.items())
-        write_samples(prepared.samples(), out / "samples", digest)
+        digest = write_samples(prepared.samples(), out / "samples")
         stats = describe(prepared)
         (out / "stats.json").write_text(json.dumps(stats, indent=1) + "\n")
         write_rejects(prepared, out / "rejects.jsonl")
@@ -85,27 +84,25 @@ def check(prepared: Prepared, max_rejected: float, where: Path) -> None:
             )
 
 
-def _reasons(fates: Any) -> dict[str, int]:
+def _reasons(fates: list[Fate]) -> dict[str, int]:
     return dict(sorted(Counter(fate.reason for fate in fates if fate.reason).items()))
 
 
 def describe(prepared: Prepared) -> dict[str, Any]:
     """What stats.json holds: the ledger, counts, and a histogram of lengths in tokens; in all and by source."""
-    fates = [[] for _ in prepared.sources]  # type: list[list[Any]]
-    for fate in prepared.fates:
-        fates[fate.source].append(fate)
-    chosen = [[] for _ in prepared.sources]  # type: list[list[int]]
-    for number in prepared.chosen:
-        chosen[prepared.entries[number].source].append(number)
-    notes = sum(prepared.notes, Counter())
+    sources = []
+    for number, name in enumerate(prepared.sources):
+        fates = [fate for fate in prepared.fates if fate.source == number]
+        chosen = [sample for sample in prepared.chosen if prepared.entries[sample].source == number]
+        sources.append({"source": name, **_counts(prepared, fates, chosen, prepared.notes[number])})
     return {
-        **_counts(prepared, prepared.fates, list(prepared.chosen), notes),
+        **_counts(prepared, prepared.fates, list(prepared.chosen), sum(prepared.notes, Counter())),
         "splits": dict(sorted(Counter(prepared.chosen.values()).items())),
-        "sources": [{"source": name, **_counts(prepared, *parts)} for name, *parts in zip(prepared.sources, fates, chosen, prepared.notes, strict=True)],
+        "sources": sources,
     }
 
 
-def _counts(prepared: Prepared, fates: Any, chosen: list[int], notes: "Counter[str]") -> dict[str, Any]:
+def _counts(prepared: Prepared, fates: list[Fate], chosen: list[int], notes: "Counter[str]") -> dict[str, Any]:
     lengths = [prepared.lengths[number] for number in chosen]
     supervised = sum(prepared.entries[number].supervised for number in chosen)
     counts, edges = np.histogram(lengths, bins=min(30, max(1, max(lengths) - min(lengths)))) if lengths else (np.zeros(0), np.zeros(0))

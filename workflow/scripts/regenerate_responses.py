@@ -76,7 +76,9 @@ def regenerate(recipe: Recipe, target: Target, sources: Sequence[Source], store:
     prompts, rejected = choose_prompts(found, settings["max_prompts"], settings.get("system_prompt"))
     if not prompts:
         reasons = sorted({one.reason for one in rejected})
-        raise AerieError(f"no prompt to answer in {', '.join(source.name for source in sources)}; rows were rejected for: {', '.join(reasons) or 'no rows'}")
+        raise AerieError(
+            f"no prompt to answer in {', '.join(source.name for source in sources)}; rows were rejected for: {', '.join(reasons) or 'no rows'}"
+        )
     how = {name: settings.get(name) for name in ANSWER_SETTINGS}
     answers_key = digest_of({"version": VERSION, "target": target.digest, "settings": how})
     answer_store = AnswerStore(store / "answers" / answers_key)

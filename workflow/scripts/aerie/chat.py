@@ -90,7 +90,9 @@ class Renderer:
             return [Rendered(*conversation.tokens, turns=count_turns(conversation.tokens[1]))], []
         notes: list[str] = []
         messages, tools = self._prepared(conversation.messages, conversation.tools, notes)
-        answers = [place for place, one in enumerate(messages) if one["role"] == "assistant" and (one["content"].strip() or "tool_calls" in one)]
+        answers = [
+            place for place, one in enumerate(messages) if one["role"] == "assistant" and ("tool_calls" in one or one["content"].strip())
+        ]
         if not answers:
             raise Unusable("no assistant turn with text")
         if self.last_turn_only:
@@ -123,7 +125,8 @@ class Renderer:
             text = texts[last]
             inside = [number for number in pending if text.startswith(texts[number])]
             ids, found, encoding = self._encode(text, [(starts[number] or 0, len(texts[number])) for number in inside], base)
-            base = base or (encoding and (text, encoding))
+            if base is None and encoding is not None:
+                base = text, encoding
             mask = [0] * len(ids)
             for begin, end in found:
                 closing = next((place for place in range(end - 1, begin - 1, -1) if ids[place] in self.ends), None)
@@ -157,8 +160,8 @@ class Renderer:
         for content in ("", None):
             for as_text in (False, True):
                 call = {"type": "function", "id": "call00000", "function": {"name": "aerie_probe", "arguments": {"city": "x"}}}
-                probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-                probe[1] = _formed(probe[1], (content, as_text))
+                calling = _formed({"role": "assistant", "content": "", "tool_calls": [call]}, (content, as_text))
+                probe = [{"role": "user", "content": "a"}, calling]
                 try:
                     [text] = self._texts([probe], [_PROBE_TOOL])
                     [without] = self._texts([probe[:1]], [_PROBE_TOOL])
@@ -168,11 +171,11 @@ class Renderer:
                     return content, as_text
         return None
 
-    def _skip_scaffolds(
-        self, messages: list[Message], tools: Any, answers: list[int], texts: list[str], starts: list[int | None]
-    ) -> None:
+    def _skip_scaffolds(self, messages: list[Message], tools: Any, answers: list[int], texts: list[str], starts: list[int | None]) -> None:
         """Moves the start of an answer without a thought behind the empty thought that the template puts there."""
         bare = [number for number, place in enumerate(answers) if not messages[place].get("reasoning_content")]
+        if not bare:
+            return
         prompts = self._texts([messages[: answers[number]] for number in bare], tools, True, enable_thinking=False)
         for number, prompt in zip(bare, prompts, strict=True):
             if texts[number].startswith(prompt) and len(prompt) > (starts[number] or -1):
@@ -239,7 +242,7 @@ class Renderer:
                     continue
                 here, offset, first = (encoding, shift, known) if edge >= shift or not base else (base[1], 0, 0)
                 token = here.char_to_token(edge - offset)
-                if token is None or here.token_to_chars(token)[0] != edge - offset:
+                if token is None or (here.token_to_chars(token) or (-1,))[0] != edge - offset:
                     return (*self._encode_pieces(text, spans), None)
                 place.append(first + token)
             found.append((place[0], place[1]))
@@ -256,7 +259,8 @@ class Renderer:
         ids = encoding.ids
         while token and ids[token] not in self.special_ids:
             token -= 1
-        return (ids[:token], encoding.token_to_chars(token)[0]) if token else ([], 0)
+        begins = encoding.token_to_chars(token) if token else None
+        return (ids[:token], begins[0]) if begins else ([], 0)
 
     def _encode_pieces(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
         """As `_encode`, piece by piece between the spans' edges; what is hidden stays text."""

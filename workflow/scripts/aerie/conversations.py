@@ -175,7 +175,7 @@ def _message(turn: Any, number: int) -> Message:
     if role is None:
         raise _Problem(f"unknown role: message {number} has the role {name!r}")
     where = f"message {number}"
-    content = turn.get("content", turn.get("value"))
+    content: Any = turn.get("content", turn.get("value"))
     message: Message = {"role": role}
     calls = turn.get("tool_calls") or []
     if name in ("function_call", "tool_call"):
@@ -184,10 +184,10 @@ def _message(turn: Any, number: int) -> Message:
         if not calls:
             raise _Problem(f"bad tool call: {where} has none")
     elif isinstance(content, list):
-        content, thoughts, found = _parts(content, where)
+        content, thought, found = _parts(content, where)
         calls = [*(calls if isinstance(calls, list) else [calls]), *found]
-        if thoughts:
-            message["reasoning_content"] = thoughts
+        if thought:
+            message["reasoning_content"] = thought
     elif isinstance(content, dict) and role == "tool":
         content = json.dumps(content, ensure_ascii=False)
     if isinstance(calls, str):

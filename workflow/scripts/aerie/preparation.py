@@ -5,6 +5,7 @@ What a sample is and which are chosen depends on the rows alone: not on their or
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,7 +37,7 @@ class Options(NamedTuple):
     vocab_size: int = 2**31
     system_prompt: str | None = None
     last_turn_only: bool = False
-    template_options: dict[str, Any] = {}
+    template_options: dict[str, Any] | None = None
 
 
 class Fate(NamedTuple):
@@ -87,7 +88,9 @@ class Prepared:
         """A sample with its tokens."""
         begin, end = self.offsets[number], self.offsets[number + 1]
         entry = self.entries[number]
-        return Sample(self._ids[begin:end], self._mask[begin:end], self.sources[entry.source], self.chosen.get(number, "train"))
+        return Sample(
+            self._ids[begin:end].tolist(), self._mask[begin:end].tolist(), self.sources[entry.source], self.chosen.get(number, "train")
+        )
 
     def samples(self) -> Iterator[Sample]:
         """The chosen samples in canonical order."""
@@ -112,9 +115,7 @@ def prepare(sources: Sequence[tuple[str, Iterable[RawRow]]], options: Options, f
             known = len(prepared.entries)
             prepared.entries += chunk.entries
             prepared.lengths += chunk.lengths
-            prepared.fates += [
-                fate._replace(samples=range(fate.samples.start + known, fate.samples.stop + known)) for fate in chunk.fates
-            ]
+            prepared.fates += [fate._replace(samples=range(fate.samples.start + known, fate.samples.stop + known)) for fate in chunk.fates]
             for source, notes in chunk.notes.items():
                 prepared.notes[source].update(notes)
             progress.total = progress.count + len(chunk.fates)
@@ -156,7 +157,8 @@ def _run(chunks: Iterator[list[tuple[int, RawRow]]], options: Options, workers: 
         worker = Worker(options)
         yield from map(worker, chain(first, chunks))
         return
-    context = multiprocessing.get_context("spawn")
+    # Forked, so that they start at once; this process has no engine and no thread that holds a lock.
+    context = multiprocessing.get_context("fork")
     waiting: deque[Future[_Chunk]] = deque()
     with ProcessPoolExecutor(workers, context, _start_worker, (options,)) as pool:
         try:
@@ -177,6 +179,7 @@ _worker: "Worker"
 def _start_worker(options: Options) -> None:
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
 
     def follow() -> None:
@@ -244,7 +247,9 @@ class Worker:
         notes += ["cut at max_length"] * sum(len(one.input_ids) > most for one in rendered)
         kept = [one for one in rendered if any(one.loss_mask[:most])]
         if not kept:
-            raise Unusable("no supervised token within max_length" if any(map(any, (one.loss_mask for one in rendered))) else "no supervised token")
+            raise Unusable(
+                "no supervised token within max_length" if any(map(any, (one.loss_mask for one in rendered))) else "no supervised token"
+            )
         turns = [one.turns if len(one.input_ids) <= most else count_turns(one.loss_mask[:most]) for one in kept]
         return [Sample(one.input_ids[:most], one.loss_mask[:most], "") for one in kept], turns, notes
 

@@ -1,7 +1,7 @@
 """Samples on disk: one token sequence with its loss mask a row, in results/datasets/{target}/{dataset}/samples."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Sample(NamedTuple):
     """input_ids and loss_mask [tokens]; 1 in the mask is a supervised token. Two samples are equal if both are."""
 
-    input_ids: Sequence[int] | np.ndarray
-    loss_mask: Sequence[int] | np.ndarray
+    input_ids: list[int]
+    loss_mask: list[int]
     source: str
     split: str = "train"
 
@@ -42,10 +42,10 @@ def samples_digest(samples: Iterable[tuple[str, str]]) -> str:
     return found.hexdigest()
 
 
-def write_samples(samples: Iterable[Sample], folder: Path, digest: str) -> None:
+def write_samples(samples: Iterable[Sample], folder: Path) -> str:
     """Saves samples as a datasets folder: sample_key, split, source, input_ids (int32), loss_mask (uint8).
 
-    Memory does not grow with their number. digest names the data set within `datasets`, which else takes a random name.
+    Memory does not grow with their tokens. Returns their digest.
     """
     import pyarrow as pa
     from datasets import Dataset, Features, List, Value
@@ -60,10 +60,13 @@ def write_samples(samples: Iterable[Sample], folder: Path, digest: str) -> None:
             "loss_mask": List(Value("uint8")),
         }
     )
+    folder.parent.mkdir(parents=True, exist_ok=True)
     table = folder.with_name(folder.name + ".arrow")
     left = iter(samples)
+    written: list[tuple[str, str]] = []
     with pa.OSFile(str(table), "wb") as file, pa.ipc.new_stream(file, features.arrow_schema) as writer:
         while batch := list(islice(left, 1000)):
+            written += [(sample.order, sample.split) for sample in batch]
             columns = [
                 [sample.key for sample in batch],
                 [sample.split for sample in batch],
@@ -73,8 +76,11 @@ def write_samples(samples: Iterable[Sample], folder: Path, digest: str) -> None:
             ]
             arrays = [pa.array(values, field.type) for values, field in zip(columns, features.arrow_schema, strict=True)]
             writer.write_batch(pa.record_batch(arrays, schema=features.arrow_schema))
+    digest = samples_digest(written)
+    # By its content, since `datasets` would else name it after the file and the hour.
     Dataset(MemoryMappedTable.from_file(str(table)), fingerprint=digest[:16]).save_to_disk(folder)
     table.unlink()
+    return digest
 
 
 def load_samples(folder: Path) -> "Dataset":

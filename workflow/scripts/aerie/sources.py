@@ -106,10 +106,9 @@ def read_rows(source: Source) -> Iterator[RawRow]:
         if path.suffix == ".parquet":
             import pyarrow.parquet as pq
 
-            number = 0
-            for batch in pq.ParquetFile(path).iter_batches(1000):
-                for number, row in enumerate(batch.to_pylist(), number + 1):
-                    yield RawRow(name, number, row)
+            batches = pq.ParquetFile(path).iter_batches(1000)
+            for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
+                yield RawRow(name, number, row)
             continue
         try:
             with _open(path) as file:
@@ -127,7 +126,7 @@ def read_rows(source: Source) -> Iterator[RawRow]:
 
 def _open(path: Path) -> io.TextIOWrapper:
     """The file as text. A byte that is not UTF-8 becomes a lone surrogate, by which its row is known and rejected."""
-    raw: Any = open(path, "rb")
+    raw: Any = path.open("rb")  # closed with the text
     if path.suffix == ".gz":
         raw = gzip.GzipFile(fileobj=raw)
     elif path.suffix == ".zst":
@@ -255,7 +254,9 @@ def _rows_of(value: Any, text: str) -> Iterator[Any]:
 
 def mixture(counts: Counter[int], sources: Sequence[Source]) -> dict[int, int]:
     """How many samples (or prompts) each source gives: all, up to its cap; those with weights as many as keep the weights' proportions."""
-    most = {number: counts[number] if one.max_samples is None else min(counts[number], one.max_samples) for number, one in enumerate(sources)}
+    most = {
+        number: counts[number] if one.max_samples is None else min(counts[number], one.max_samples) for number, one in enumerate(sources)
+    }
     weights = {number: one.weight for number, one in enumerate(sources) if one.weight is not None}
     scale = min((most[number] / weight for number, weight in weights.items()), default=0.0)
     return most | {number: min(most[number], round(weight * scale)) for number, weight in weights.items()}

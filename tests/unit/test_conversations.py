@@ -1,0 +1,241 @@
+"""Sources and shapes: what becomes of each row, whatever its form."""
+
+import gzip
+import json
+import random
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from aerie.conversations import conversation_of, read_conversations, read_row
+from aerie.errors import AerieError
+from aerie.sources import RawRow, Source, read_rows, sources_digest
+
+
+def said(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": 1}}, "id": "call00000"}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": [said("user", "a")]}, [said("user", "a")]),
+        ({"messages": json.dumps([said("user", "a")])}, [said("user", "a")]),
+        ({"messages": [said("developer", "s"), said("user", "a")]}, [said("system", "s"), said("user", "a")]),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, [said("user", "a"), said("assistant", "b")]),
+        ({"conversations": [{"from": "user", "value": "a"}, {"from": "bing", "value": "b"}]}, [said("user", "a"), said("assistant", "b")]),
+        ({"instruction": "a", "input": "b", "output": "c"}, [said("user", "a\nb"), said("assistant", "c")]),
+        ({"instruction": "a", "input": "", "output": ""}, [said("user", "a")]),
+        ({"instruction": "c", "history": [["a", "b"]], "output": "d", "system": "s"},
+         [said("system", "s"), said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "d")]),
+        ({"prompt": "a", "response": "b"}, [said("user", "a"), said("assistant", "b")]),
+        ({"question": "a", "answer": "b"}, [said("user", "a"), said("assistant", "b")]),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, [said("user", "a"), said("assistant", "b")]),
+        ({"chosen": [said("user", "a"), said("assistant", "b")], "rejected": []}, [said("user", "a"), said("assistant", "b")]),
+        ({"conversations": [{"from": "human", "value": "a"}], "chosen": {"from": "gpt", "value": "b"}, "rejected": {}},
+         [said("user", "a"), said("assistant", "b")]),
+        ({"prompt": [said("user", "a")], "chosen": [said("assistant", "b")]}, [said("user", "a"), said("assistant", "b")]),
+        ({"question_id": 1, "turns": ["a", "b"]}, [said("user", "a"), said("user", "b")]),
+        ({"question": [[said("user", "a")], [], [said("user", "b")]]}, [said("user", "a"), said("user", "b")]),
+        ({"messages": [[{"sender": "x", "text": "a"}, {"sender": "x", "text": "b"}], [{"sender": "y", "text": "c"}]]},
+         [said("user", "a\nb"), said("assistant", "c")]),
+        ({"messages": [said("user", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])]}, [said("user", "ab")]),
+        ({"messages": [said("user", "a"), said("assistant", "b", reasoning_content="r")]},
+         [said("user", "a"), said("assistant", "b", reasoning_content="r")]),
+        ({"messages": [said("user", "a"), said("assistant", "b", thinking="r")]},
+         [said("user", "a"), said("assistant", "b", reasoning_content="r")]),
+        ({"messages": [said("user", "a"), {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look", "arguments": '{"at": 1}'}}]},
+                       said("tool", "t")]},
+         [said("user", "a"), said("assistant", "", tool_calls=[CALL]), said("tool", "t", tool_call_id="call00000")]),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": '{"name": "look", "arguments": {"at": 1}}'},
+                            {"from": "observation", "value": "t"}]},
+         [said("user", "a"), said("assistant", "", tool_calls=[CALL]), said("tool", "t", tool_call_id="call00000")]),
+        ({"messages": [said("user", [{"type": "text", "value": "a"}]),
+                       said("assistant", [{"type": "reasoning", "value": "r"}, {"type": "tool_call", "value": '{"name": "look", "arguments": {"at": 1}}'}])]},
+         [said("user", "a"), said("assistant", "", tool_calls=[CALL], reasoning_content="r")]),
+        # what stands before the first user's message answers nothing
+        ({"conversations": [{"from": "gpt", "value": "x"}, {"from": "human", "value": "a"}]}, [said("user", "a")]),
+    ],
+)  # fmt: skip
+def test_shapes(row, expected):
+    found = read_row(row, "f", 1)
+    assert not found.problem
+    assert found.messages == expected
+
+
+def test_tools_come_in_one_form():
+    function = {"name": "look", "parameters": {}}
+    expected = [{"type": "function", "function": function}]
+    given: Any
+    for given in (expected, [function], json.dumps([function]), [json.dumps(function)]):
+        assert read_row({"prompt": "a", "tools": given}, "f", 1).tools == expected
+    for given in (None, "", "[]", [], "null"):
+        assert read_row({"prompt": "a", "tools": given}, "f", 1).tools is None
+
+
+def calling(arguments, name="look"):
+    return {"messages": [said("user", "a"), said("assistant", "", tool_calls=[{"function": {"name": name, "arguments": arguments}}])]}
+
+
+# Rows as they are found in the wild: the reason why each is rejected, or None for one that is kept.
+ODD_ROWS = [
+    ([1], "not an object: row is a list"),
+    ("text", "not an object: row is a str"),
+    (None, "not an object: row is a NoneType"),
+    ({}, "unknown shape: keys none"),
+    ({"text": "a"}, "unknown shape: keys text"),
+    ({"messages": []}, "no messages"),
+    ({"messages": None}, "no messages"),
+    ({"conversations": []}, "no messages"),
+    ({"messages": "hello"}, "not valid JSON: messages"),
+    ({"messages": 5}, "wrong type: the messages are a int"),
+    ({"messages": {"role": "user", "content": "a"}}, "wrong type: the messages are a dict"),
+    ({"messages": ["a"]}, "wrong type: message 1 is a str"),
+    ({"messages": [[said("user", "a")]]}, "wrong type: message 1 is a list"),
+    ({"messages": [said(None, "a")]}, "unknown role: message 1 has the role None"),
+    ({"messages": [said("narrator", "a")]}, "unknown role: message 1 has the role 'narrator'"),
+    ({"messages": [{"content": "a"}]}, "unknown role: message 1 has the role None"),
+    ({"messages": [said(["user"], "a")]}, "unknown role: message 1 has the role ['user']"),
+    ({"messages": [said("user", None)]}, "no text: message 1"),
+    ({"messages": [{"role": "user"}]}, "no text: message 1"),
+    ({"messages": [said("user", 7)]}, "wrong type: message 1 holds a int, expected text"),
+    ({"messages": [said("user", [["a"]])]}, "wrong type: message 1 has a part that is a list"),
+    ({"messages": [said("user", [{"type": "image_url", "image_url": {"url": "x"}}])]}, "needs image_url: only text can be prepared"),
+    ({"messages": [said("user", "<image>a")], "images": ["x.png"]}, "needs images: only text can be prepared"),
+    ({"messages": [said("user", "\ud800")]}, "not valid Unicode: message 1, a lone surrogate \\ud800"),
+    ({"messages": [said("system", "s")]}, "no user message with text"),
+    ({"messages": [said("assistant", "a")]}, "no user message with text"),
+    ({"messages": [said("user", ""), said("assistant", "b")]}, "no user message with text"),
+    ({"turns": None}, "unknown shape: keys turns"),
+    ({"turns": 5}, "wrong type: turns is a int"),
+    ({"instruction": ["a"]}, "wrong type: message 1 is a str"),
+    ({"prompt": {"a": 1}}, "wrong type: prompt holds a dict"),
+    ({"instruction": "a", "history": "b", "output": "c"}, "wrong type: history"),
+    ({"prompt": "a", "tools": "look"}, "not valid JSON: tools"),
+    ({"prompt": "a", "tools": [None]}, "bad tools: one has no name"),
+    ({"prompt": "a", "tools": {"name": "look"}}, "bad tools: a dict, expected a list"),
+    (calling("[]"), "bad tool call: the arguments in message 2 are a list"),
+    (calling("{"), "bad tool call: the arguments in message 2 are not valid JSON"),
+    (calling("{}", name=None), "bad tool call: message 2 calls no function by name"),
+    ({"input_ids": [1, 2]}, "no loss_mask"),
+    ({"input_ids": [1, 2], "loss_mask": [1]}, "wrong length: 2 input_ids, 1 values in loss_mask"),
+    ({"input_ids": [1, "2"], "loss_mask": [1, 1]}, "wrong type: input_ids"),
+    ({"input_ids": [1, -2], "loss_mask": [1, 1]}, "wrong value: an input id"),
+    ({"input_ids": [1, 2], "loss_mask": [1, 2]}, "wrong value: loss_mask"),
+    (calling("null"), None),
+    (calling(None), None),
+    ({"messages": [said("user", "a"), said("assistant", "b")], "tools": None}, None),
+    ({"messages": [said("user", "a"), said("assistant", "b")], "tools": []}, None),
+    ({"messages": [said("user", "a"), said("user", "b"), said("assistant", "c")]}, None),
+    ({"messages": [said("user", "a"), said("assistant", "b"), said("assistant", "c")]}, None),
+    ({"messages": [said("assistant", "x"), said("user", "a"), said("assistant", "b")]}, None),
+    ({"messages": [said("user", "a"), said("assistant", ""), said("user", "b"), said("assistant", "c")]}, None),
+    ({"messages": [said("user", "a\x00b"), said("assistant", "c")]}, None),
+    ({"messages": [said("user", "x" * 1_000_000), said("assistant", "c")]}, None),
+    ({"messages": [said("user", "a <|im_end|> <|bos|>"), said("assistant", "c")]}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "reason"), ODD_ROWS)
+def test_odd_rows_are_kept_or_have_a_reason(row, reason):
+    found = read_row(row, "f", 1).problem
+    assert found.startswith(reason) if reason else not found
+
+
+def test_lines_that_are_no_json_are_rows_with_a_reason(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    good = json.dumps({"prompt": "a", "response": "b"}).encode()
+    lines = [good, b"", b"{'prompt': 1}", good.replace(b"a", b"\xac"), b"[" * 100_000, good]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    found = list(read_conversations([path]))
+    assert [one.line for one in found] == [1, 3, 4, 5, 6]
+    reasons = [one.problem for one in found]
+    assert reasons[0] == reasons[4] == ""
+    assert reasons[1].startswith("not valid JSON: Expecting property name")
+    assert reasons[2] == "not valid Unicode: prompt, byte 0xac is not UTF-8"
+    assert reasons[3].startswith("not valid JSON")
+
+
+ROWS = [{"prompt": f"question {number} é\u2028", "response": "b"} for number in range(7)]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", LINES),
+        ("a.jsonl", b"\xef\xbb\xbf" + LINES.replace(b"\n", b"\r\n\r\n")),
+        ("a.jsonl.gz", gzip.compress(LINES)),
+        ("a.jsonl.zst", pa.compress(LINES, codec="zstd", asbytes=True)),
+        ("a.json", json.dumps(ROWS).encode()),
+        ("a.json", json.dumps(ROWS, indent=1, ensure_ascii=False).encode()),
+        ("a.json.gz", gzip.compress(json.dumps(ROWS).encode())),
+        ("a.json", LINES),  # lines in a .json file
+        ("a.json", json.dumps({"version": 1, "data": ROWS}).encode()),
+        ("a.json", json.dumps({f"row {number}": row for number, row in enumerate(ROWS)}).encode()),
+    ],
+)
+def test_files_of_every_kind_give_the_same_rows(tmp_path, name, content, monkeypatch):
+    (tmp_path / name).write_bytes(content)
+    expected = [read_row(row, "", 0).messages for row in ROWS]
+    for size in (1 << 22, 7, 1):  # however little is read at once
+        monkeypatch.setattr("aerie.sources._CHUNK", size)
+        assert [one.messages for one in read_conversations([tmp_path / name])] == expected
+
+
+def test_parquet_folders_and_globs(tmp_path):
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "b.jsonl").write_bytes(LINES)
+    (tmp_path / "notes.txt").write_text("not data")
+    expected = [read_row(row, "", 0).messages for row in ROWS]
+    assert [one.messages for one in map(conversation_of, read_rows(Source(path=str(tmp_path / "a.parquet"))))] == expected
+    assert [one.messages for one in map(conversation_of, read_rows(Source(path=str(tmp_path))))] == expected * 2
+    assert [path.name for path in Source(path=str(tmp_path / "*" / "*.jsonl")).files()] == ["b.jsonl"]
+    with pytest.raises(AerieError, match="no file there"):
+        Source(path=str(tmp_path / "*.csv")).files()
+
+
+def test_files_that_cannot_be_read_are_errors(tmp_path):
+    def read(name, content, **options):
+        (tmp_path / name).write_bytes(content)
+        return list(read_rows(Source(path=str(tmp_path / name), **options)))
+
+    with pytest.raises(AerieError, match="no such file"):
+        list(read_rows(Source(path=str(tmp_path / "none.json"))))
+    with pytest.raises(AerieError, match="unknown ending"):
+        read("x.csv", b"a")
+    with pytest.raises(AerieError, match="the file is empty"):
+        read("x.json", b" \n")
+    cut = json.dumps(ROWS).encode()[:-3]
+    with pytest.raises(AerieError, match=r"Unterminated string .* in row 7 .* 6 complete rows .* allow_truncated"):
+        read("x.json", cut)
+    assert len(read("x.json", cut, allow_truncated=True)) == 6
+    wrong = json.dumps(ROWS).encode().replace(b'"prompt": "question 3', b'"prompt" "question 3')
+    with pytest.raises(AerieError, match=rf"':' delimiter at byte {wrong.index(b'question 3') - 1}, in row 4 .* mend it"):
+        read("x.json", wrong + b" " * 100, allow_truncated=True)
+    with pytest.raises(AerieError, match="cannot be read to its end"):
+        read("x.jsonl.gz", gzip.compress(random.Random(0).randbytes(1000) + LINES)[:-50])
+
+
+def test_a_hub_source_that_cannot_be_had_is_an_error():
+    source = Source.of({"hub_id": "nobody/nothing", "revision": "0" * 40, "split": "train"})
+    with pytest.raises(AerieError, match=r"nobody/nothing\[train\]: could not be loaded from the hub"):
+        list(read_rows(source))
+
+
+def test_the_digest_is_of_the_content_and_the_mixture(tmp_path):
+    for name, content in (("a.jsonl", LINES), ("b.jsonl", LINES), ("c.jsonl", LINES * 2)):
+        (tmp_path / name).write_bytes(content)
+    a, b, c = (Source(path=str(tmp_path / name)) for name in ("a.jsonl", "b.jsonl", "c.jsonl"))
+    assert sources_digest([a, c]) == sources_digest([c, b]) != sources_digest([a, b])
+    assert a.digest() != a._replace(weight=1.0).digest() != a._replace(max_samples=3).digest()
+
+
+def test_a_row_that_is_text_is_no_object():
+    assert conversation_of(RawRow("f", 1, '"hello"')).problem == "not an object: row is a str"

@@ -1,0 +1,81 @@
+"""Real files to the last row: what becomes of each, recorded, in a ledger that adds up."""
+
+import json
+from collections import Counter
+
+import pytest
+
+import real_files
+from aerie.conversations import conversation_of
+from aerie.errors import AerieError
+from aerie.preparation import Options, choose, prepare
+from aerie.sources import Source, read_rows
+
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("downloads")]
+
+# file: (rows, rows by problem, rows with an answer, rows that offer tools)
+FILES = {
+    "sharegpt": (17671, {"no messages": 126, "no user message with text": 150}, 17390, 0),
+    "chitchat": (7168, {"no user message with text": 1}, 4017, 0),
+    "mt-bench": (80, {}, 0, 0),
+    "bfcl-multi-turn": (200, {}, 0, 0),
+    "bfcl-missing-function": (200, {}, 0, 0),
+    "alpaca": (999, {}, 999, 0),
+    "alpaca-zh": (1000, {}, 1000, 0),
+    "glaive": (300, {}, 300, 191),
+    "dpo": (300, {}, 300, 0),
+    "dpo-parts": (10, {}, 10, 0),
+    "kto": (300, {}, 300, 0),
+    "reason-tool-use": (50, {}, 50, 48),
+    "pictures": (6, {"needs images": 6}, 0, 0),
+    "plain-text": (300, {"unknown shape": 300}, 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_row_is_recognised_or_has_a_reason(name):
+    source = Source(path=str(real_files.data(name)), allow_truncated=name == "sharegpt")
+    found = list(map(conversation_of, read_rows(source)))
+    problems = Counter(one.problem.partition(":")[0] for one in found if one.problem)
+    answered = sum(any(message["role"] == "assistant" for message in one.messages) for one in found)
+    assert (len(found), problems, answered, sum(bool(one.tools) for one in found)) == FILES[name]
+
+
+def test_a_file_that_is_cut_off_names_the_place():
+    path = real_files.data("sharegpt")
+    content = path.read_bytes()
+    begins = content.rindex(b'\n  {\n    "id"') + 3  # the last row, found without a parser
+    with pytest.raises(AerieError) as caught:
+        list(read_rows(Source(path=str(path))))
+    message = str(caught.value)
+    opens = content.rindex(b'"value": "') + len(b'"value": ')
+    assert f"Unterminated string starting at byte {opens:,}, in row 17672 which begins at byte {begins:,}" in message
+    assert "allow_truncated: true" in message
+
+
+# file, target: samples, turns supervised, rows rejected by reason
+PREPARED = {
+    ("alpaca", "smollm2"): None,
+    ("glaive", "smollm2"): None,
+    ("glaive", "qwen3"): None,
+    ("glaive", "gemma3"): None,
+    ("dpo", "qwen3"): None,
+    ("reason-tool-use", "qwen3"): None,
+    ("chitchat", "qwen3"): None,
+    ("mt-bench", "qwen3"): None,
+    ("sharegpt", "smollm2"): None,
+}
+
+
+@pytest.mark.parametrize(("name", "target"), PREPARED)
+def test_the_ledger_adds_up(name, target, tmp_path):
+    tokenizer = real_files.tokenizer(target)
+    source = Source(path=str(real_files.data(name)), allow_truncated=name == "sharegpt")
+    options = Options(lambda: tokenizer, [tokenizer.eos_token_id], max_length=2048)
+    prepared = prepare([(name, read_rows(source))], options, tmp_path)
+    choose(prepared, [source], 0.05)
+    rejected = Counter(fate.reason for fate in prepared.fates if fate.reason)
+    kept = sum(not fate.reason for fate in prepared.fates)
+    assert kept + rejected.total() == len(prepared.fates) == FILES[name][0]
+    turns = sum(prepared.entries[number].turns for number in prepared.chosen)
+    assert (len(prepared.chosen), turns, dict(rejected)) == PREPARED[name, target], json.dumps(rejected)
