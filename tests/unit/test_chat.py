@@ -17,7 +17,7 @@ def tokenizer(tmp_path_factory):
 
 def conversation(*turns, cut=False):
     messages = [{"role": role, "content": content} for role, content in turns]
-    return Conversation("test", 1, messages, "", cut)
+    return Conversation("test", 1, messages, "", cut, generated=cut)
 
 
 def supervised(tokenizer, rendered):
@@ -48,6 +48,15 @@ def test_a_cut_answer_has_no_end_of_turn(tokenizer):
     assert tokenizer.decode(row.input_ids) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello you"
 
 
+def test_what_the_target_said_is_not_trimmed(tmp_path):
+    other = templated(tmp_path, TRIMMING)
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": " a\n"}], "finish_reason": "stop"}
+    [found] = render(read_row(row, "f", 1), other, [other.eos_token_id])
+    assert supervised(other, found) == [" a\n<|im_end|>"]
+    [found] = render(read_row(row | {"finish_reason": None}, "f", 1), other, [other.eos_token_id])
+    assert supervised(other, found) == ["a<|im_end|>"]
+
+
 def test_a_template_that_rewrites_history_gives_a_row_a_turn(tokenizer, tmp_path):
     # shows the content of the last message only: no longer conversation begins with a shorter one
     other = templated(
@@ -65,6 +74,8 @@ def test_a_tokenizer_without_offsets_gives_the_same_masks(tokenizer):
     """As tokenizers written in Python do, Kimi's among them."""
 
     class WithoutOffsets:
+        backend_tokenizer = None
+
         def __getattr__(self, name):
             return getattr(tokenizer, name)
 
@@ -89,6 +100,10 @@ def test_an_answer_begins_at_a_token_of_its_own(tokenizer):
     assert row.input_ids[: len(prompt)] == prompt and row.loss_mask[: len(prompt)] == [0] * len(prompt)
 
 
+TRIMMING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 # As Qwen3's: thoughts of earlier answers are left out, and an answer without one opens with an empty thought.
 THINKING = (
     "{% set last = namespace(user=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"

@@ -19,7 +19,7 @@ import numpy as np
 
 from aerie import audit, cli
 from aerie.errors import AerieError
-from aerie.preparation import NOT_COUNTED, Fate, Options, Prepared, choose, prepare
+from aerie.preparation import NOT_COUNTED, Fate, Options, Prepared, check_rejected, choose, prepare
 from aerie.samples import write_samples
 from aerie.sources import Source, read_rows, sources_digest
 from aerie.stage import Recipe, StageResult, run_stage
@@ -68,14 +68,13 @@ def write_rejects(prepared: Prepared, path: Path) -> None:
 
 def check(prepared: Prepared, max_rejected: float, where: Path) -> None:
     """AerieError where too many rows were rejected, or nothing is left to train on or to validate with."""
-    faulty = [fate for fate in prepared.fates if fate.reason and fate.reason not in NOT_COUNTED]
+    faulty = [
+        f"{fate.file}:{fate.line}: {fate.reason}{': ' + fate.detail if fate.detail else ''}"
+        for fate in prepared.fates
+        if fate.reason and fate.reason not in NOT_COUNTED
+    ]
     reasons = ", ".join(f"{count:,} × {reason}" for reason, count in _reasons(prepared.fates).items()) or "no row was rejected"
-    if len(faulty) > max_rejected * len(prepared.fates):
-        first = "".join(f"\n  {one.file}:{one.line}: {one.reason}{': ' + one.detail if one.detail else ''}" for one in faulty[:5])
-        raise AerieError(
-            f"{len(faulty):,} of {len(prepared.fates):,} rows cannot be used ({reasons}), more than the dataset's max_rejected of "
-            f"{max_rejected:g} allows. The first:{first}\nAll are in {where}. Mend the rows, or raise max_rejected."
-        )
+    check_rejected(faulty, len(prepared.fates), max_rejected, f"By reason: {reasons}. All are in {where}.")
     for split in ("train", "validation"):
         if split not in prepared.chosen.values():
             raise AerieError(

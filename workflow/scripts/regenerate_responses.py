@@ -7,7 +7,8 @@ Each conversation is asked turn by turn; later turns see the new answers, a syst
 the store by prompt, batch by batch: a kill loses at most one batch, and other or more data asks only what is new.
 
 Output: responses.parquet, rejects.jsonl, manifest.json.
-Settings: max_new_tokens, temperature, top_p, seed, dtype, max_prompts (null: all), keep_cut_off, system_prompt, template_options.
+Settings: max_new_tokens, temperature, top_p, seed, dtype, max_prompts (null: all), keep_cut_off, system_prompt,
+template_options, max_rejected.
 Runtime: sources (the files), device, tensor_parallel, engine_options, batch_prompts (prompts between two writes to the store).
 """
 
@@ -26,6 +27,7 @@ from aerie.devices import lease
 from aerie.errors import AerieError
 from aerie.generation import Answer
 from aerie.keys import digest_of
+from aerie.preparation import check_rejected
 from aerie.progress import Progress
 from aerie.regeneration import (
     Answers,
@@ -74,6 +76,8 @@ def regenerate(recipe: Recipe, target: Target, sources: Sequence[Source], store:
     settings = recipe.settings
     found = [(source, map(conversation_of, read_rows(source))) for source in sources]
     prompts, rejected = choose_prompts(found, settings["max_prompts"], settings.get("system_prompt"))
+    unusable = [f"{one.source}:{one.line}: {one.detail}" for one in rejected if one.reason == "unusable row"]
+    check_rejected(unusable, len(prompts) + len(rejected), settings.get("max_rejected", 1.0))
     if not prompts:
         reasons = sorted({one.reason for one in rejected})
         raise AerieError(

@@ -99,13 +99,11 @@ class Renderer:
             answers = answers[-1:]
         prompts = self._texts([messages[:place] for place in answers], tools, True)
         texts = self._texts([messages[: place + 1] for place in answers], tools)
-        if conversation.generated:  # a template that rewrites an answer cannot show what the target said
-            texts = [
-                text if text.startswith(prompt) else f"{prompt}{messages[place]['content']}{self.tokenizer.eos_token}"
-                for place, prompt, text in zip(answers, prompts, texts, strict=True)
-            ]
-        if conversation.cut and answers[-1] == len(messages) - 1:  # nothing follows what was generated
-            texts[-1] = prompts[-1] + messages[-1]["content"]
+        if conversation.generated:  # a template that trims or rewrites an answer does not show what the target said
+            said = [prompt + (messages[place]["content"] or "") for place, prompt in zip(answers, prompts, strict=True)]
+            texts = [text if text.startswith(own) else own + self.closing for text, own in zip(texts, said, strict=True)]
+            if conversation.cut and answers[-1] == len(messages) - 1:  # nothing followed
+                texts[-1] = said[-1]
         starts = [len(prompt) if text.startswith(prompt) else None for prompt, text in zip(prompts, texts, strict=True)]
         if self.thinks:
             self._skip_scaffolds(messages, tools, answers, texts, starts)
@@ -144,9 +142,16 @@ class Renderer:
         return self._encode(text, [])[0]
 
     @cached_property
+    def closing(self) -> str:
+        """The text of the token that ends an answer."""
+        [text] = self._texts([[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]], None)
+        found = [token for token in self._encode(text, [])[0] if token in self.ends]
+        return str(self.tokenizer.decode(found[-1:])) if found else str(self.tokenizer.eos_token)
+
+    @cached_property
     def thinks(self) -> bool:
         """Whether the template takes enable_thinking, and then opens the answer with an empty thought if it is false."""
-        if "enable_thinking" in self.options or "enable_thinking" not in str(self.tokenizer.chat_template):
+        if self.options.get("enable_thinking") is False or "enable_thinking" not in str(self.tokenizer.chat_template):
             return False
         probe = [{"role": "user", "content": "a"}]
         return self._texts([probe], None, True) != self._texts([probe], None, True, enable_thinking=False)
@@ -183,7 +188,7 @@ class Renderer:
 
     def _texts(self, chats: list[Any], tools: Any, add_generation_prompt: bool = False, **options: Any) -> list[str]:
         rendered = self.tokenizer.apply_chat_template(
-            chats, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **self.options, **options
+            chats, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **(self.options | options)
         )
         return list(rendered)
 
@@ -242,7 +247,8 @@ class Renderer:
                     continue
                 here, offset, first = (encoding, shift, known) if edge >= shift or not base else (base[1], 0, 0)
                 token = here.char_to_token(edge - offset)
-                if token is None or (here.token_to_chars(token) or (-1,))[0] != edge - offset:
+                begins = here.token_to_chars(token) if token is not None else None
+                if token is None or begins is None or (edge == edges[0] and begins[0] != edge - offset):
                     return (*self._encode_pieces(text, spans), None)
                 place.append(first + token)
             found.append((place[0], place[1]))

@@ -170,7 +170,7 @@ class Plan:
         settings = dict(self.config["datasets"][run.dataset]["regenerate"])
         limits = [limit for limit in (settings["max_prompts"], self._limit(run.dataset)) if limit is not None]
         dataset = self.config["datasets"][run.dataset]
-        rendering = {name: dataset[name] for name in ("system_prompt", "template_options")}
+        rendering = {name: dataset[name] for name in ("system_prompt", "template_options", "max_rejected")}
         return settings | rendering | {"max_prompts": min(limits, default=None)} | self._computation(run.target)
 
     def _dataset(self, name: str) -> dict[str, Any]:

@@ -93,7 +93,8 @@ def read_row(row: Any, source: str, line: int) -> Conversation:
         kept = [message for place, message in enumerate(messages) if place > first or message["role"] in ("system", "user")]
         notes = ("messages before the first user's left out",) * (len(messages) - len(kept))
         finished = row.get("finish_reason")
-        return Conversation(source, line, kept, "", finished == "length", finished in ("length", "stop"), _tools(row), notes=notes)
+        generated = finished in ("length", "stop")
+        return Conversation(source, line, kept, "", finished == "length", generated, _tools(row), notes=notes)
     except _Problem as problem:
         return Conversation(source, line, [], str(problem))
 

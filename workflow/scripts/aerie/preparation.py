@@ -18,6 +18,7 @@ import numpy as np
 
 from .chat import Renderer, Unusable, count_turns
 from .conversations import Conversation, conversation_of, with_system
+from .errors import AerieError
 from .keys import digest_of
 from .progress import Progress
 from .samples import Sample
@@ -262,6 +263,16 @@ def _prompt_hash(conversation: Conversation, samples: Sequence[Sample]) -> bytes
         ids, mask = conversation.tokens
         return bytes.fromhex(digest_of(ids[: mask.index(1)]))
     return bytes.fromhex(digest_of(next(message["content"] for message in conversation.messages if message["role"] == "user")))
+
+
+def check_rejected(faulty: Sequence[str], rows: int, max_rejected: float, more: str = "") -> None:
+    """AerieError where more than max_rejected of the rows cannot be used. faulty: "file:line: reason" of each of them."""
+    if len(faulty) > max_rejected * rows:
+        first = "".join(f"\n  {one}" for one in faulty[:5])
+        raise AerieError(
+            f"{len(faulty):,} of {rows:,} rows cannot be used, more than the dataset's max_rejected of {max_rejected:g} allows. The first:"
+            f"{first}\n{more}{' ' if more else ''}Mend the rows, or raise max_rejected."
+        )
 
 
 def choose(prepared: Prepared, sources: Sequence[Source], validation_share: float, max_samples: int | None = None) -> None:
