@@ -170,10 +170,10 @@ def test_token_ids_beyond_the_vocabulary_are_rejected(made):
 def test_too_many_rejects_are_an_error(made, tmp_path):
     found = made([*many(17), *many(3), talk("x", ""), talk("y", ""), {"text": 1}])
     prepare_dataset.check(found, 3 / 23, tmp_path)  # duplicates do not count
-    with pytest.raises(
-        AerieError, match=r"3 of 23 rows cannot be used \(3 × duplicate, 2 × no assistant turn with text, 1 × unknown shape\)"
-    ):
+    with pytest.raises(AerieError, match=r"3 of 23 rows cannot be used") as caught:
         prepare_dataset.check(found, 0.1, tmp_path)
+    assert "  f.jsonl:23: unknown shape: keys text\n" in str(caught.value)
+    assert "3 × duplicate, 2 × no assistant turn with text, 1 × unknown shape" in str(caught.value)
 
 
 def test_samples_come_back_from_disk(made, tmp_path):
