@@ -33,6 +33,7 @@ CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": 1}}
         ({"instruction": "a", "input": "", "output": ""}, [said("user", "a")]),
         ({"instruction": "c", "history": [["a", "b"]], "output": "d", "system": "s"},
          [said("system", "s"), said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "d")]),
+        ({"system": "s", "conversations": [{"from": "human", "value": "a"}]}, [said("system", "s"), said("user", "a")]),
         ({"prompt": "a", "response": "b"}, [said("user", "a"), said("assistant", "b")]),
         ({"question": "a", "answer": "b"}, [said("user", "a"), said("assistant", "b")]),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, [said("user", "a"), said("assistant", "b")]),
@@ -219,6 +220,9 @@ def test_files_that_cannot_be_read_are_errors(tmp_path):
     wrong = json.dumps(ROWS).encode().replace(b'"prompt": "question 3', b'"prompt" "question 3')
     with pytest.raises(AerieError, match=rf"':' delimiter at byte {wrong.index(b'question 3') - 1}, in row 4 .* mend it"):
         read("x.json", wrong + b" " * 100, allow_truncated=True)
+    for name in ("x.parquet", "x.jsonl.gz", "x.jsonl.zst"):
+        with pytest.raises(AerieError, match="cannot be read to its end"):
+            read(name, b"PAR1 and no more PAR1")
     with pytest.raises(AerieError, match="cannot be read to its end"):
         read("x.jsonl.gz", gzip.compress(random.Random(0).randbytes(1000) + LINES)[:-50])
 

@@ -44,7 +44,7 @@ rule prepare_dataset:
         "results/benchmarks/prepare_dataset/{target}/{dataset}.tsv"
     conda:
         ENVIRONMENT
-    threads: min(16, workflow.cores)
+    threads: 8
     resources:
         mem_mb=lambda wildcards, threads: 3000 + 1000 * threads,
     params:

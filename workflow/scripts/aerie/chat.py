@@ -105,7 +105,7 @@ class Renderer:
             if conversation.cut and answers[-1] == len(messages) - 1:  # nothing followed
                 texts[-1] = said[-1]
         starts = [len(prompt) if text.startswith(prompt) else None for prompt, text in zip(prompts, texts, strict=True)]
-        if self.thinks:
+        if self.no_thought:
             self._skip_scaffolds(messages, tools, answers, texts, starts)
         for place, text, start in zip(answers, texts, starts, strict=True):
             if start is not None and any(call["function"]["name"] not in text[start:] for call in messages[place].get("tool_calls", ())):
@@ -149,12 +149,15 @@ class Renderer:
         return str(self.tokenizer.decode(found[-1:])) if found else str(self.tokenizer.eos_token)
 
     @cached_property
-    def thinks(self) -> bool:
-        """Whether the template takes enable_thinking, and then opens the answer with an empty thought if it is false."""
-        if self.options.get("enable_thinking") is False or "enable_thinking" not in str(self.tokenizer.chat_template):
-            return False
+    def no_thought(self) -> dict[str, bool]:
+        """The option with which the template opens an answer with an empty thought; none where it has no such option."""
         probe = [{"role": "user", "content": "a"}]
-        return self._texts([probe], None, True) != self._texts([probe], None, True, enable_thinking=False)
+        for name in ("enable_thinking", "thinking"):
+            if name in str(self.tokenizer.chat_template) and self.options.get(name) is not False:
+                option = {name: False}
+                if self._texts([probe], None, True) != self._texts([probe], None, True, **option):
+                    return option
+        return {}
 
     @cached_property
     def call_form(self) -> tuple[str | None, bool] | None:
@@ -181,16 +184,16 @@ class Renderer:
         bare = [number for number, place in enumerate(answers) if not messages[place].get("reasoning_content")]
         if not bare:
             return
-        prompts = self._texts([messages[: answers[number]] for number in bare], tools, True, enable_thinking=False)
+        prompts = self._texts([messages[: answers[number]] for number in bare], tools, True, **self.no_thought)
         for number, prompt in zip(bare, prompts, strict=True):
             if texts[number].startswith(prompt) and len(prompt) > (starts[number] or -1):
                 starts[number] = len(prompt)
 
     def _texts(self, chats: list[Any], tools: Any, add_generation_prompt: bool = False, **options: Any) -> list[str]:
-        rendered = self.tokenizer.apply_chat_template(
-            chats, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **(self.options | options)
-        )
-        return list(rendered)
+        given = {"tools": tools, "tokenize": False, "add_generation_prompt": add_generation_prompt, **self.options, **options}
+        if self.backend is None:  # such a tokenizer may have a function of its own, which takes one chat
+            return [str(self.tokenizer.apply_chat_template(chat, **given)) for chat in chats]
+        return list(self.tokenizer.apply_chat_template(chats, **given))
 
     def _prepared(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, notes: list[str]

@@ -92,6 +92,8 @@ def read_row(row: Any, source: str, line: int) -> Conversation:
             raise _Problem("no user message with text")
         kept = [message for place, message in enumerate(messages) if place > first or message["role"] in ("system", "user")]
         notes = ("messages before the first user's left out",) * (len(messages) - len(kept))
+        if isinstance(row.get("system"), str):
+            kept = with_system(kept, _text(row["system"], "system"))
         finished = row.get("finish_reason")
         generated = finished in ("length", "stop")
         return Conversation(source, line, kept, "", finished == "length", generated, _tools(row), notes=notes)
@@ -125,8 +127,7 @@ def _turns(row: dict[str, Any]) -> Any:
     if prompt is not None:
         history = [_said(role, text) for pair in _history(row) for role, text in zip(("user", "assistant"), pair, strict=True)]
         asked = "\n".join(text for text in (_text(prompt, "prompt"), _text(row.get("input") or "", "input")) if text)
-        system = [_said("system", row["system"])] if isinstance(row.get("system"), str) and row["system"] else []
-        return [*system, *history, _said("user", asked), *([_said("assistant", answer)] if answer is not None else [])]
+        return [*history, _said("user", asked), *([_said("assistant", answer)] if answer is not None else [])]
     if row.get("turns") is not None:
         if not isinstance(row["turns"], list):
             raise _Problem(f"wrong type: turns is a {type(row['turns']).__name__}, expected a list")

@@ -4,10 +4,13 @@ import gzip
 import io
 import json
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pyarrow import ArrowInvalid
 
 from .errors import AerieError
 from .keys import digest_of, file_sha256
@@ -103,14 +106,14 @@ def read_rows(source: Source) -> Iterator[RawRow]:
             raise AerieError(f"{path}: no such file. Check the dataset's sources.")
         if not path.name.endswith(_ENDINGS):
             raise AerieError(f"{path}: unknown ending; expected one of {', '.join(_ENDINGS)}")
-        if path.suffix == ".parquet":
-            import pyarrow.parquet as pq
-
-            batches = pq.ParquetFile(path).iter_batches(1000)
-            for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
-                yield RawRow(name, number, row)
-            continue
         try:
+            if path.suffix == ".parquet":
+                import pyarrow.parquet as pq
+
+                batches = pq.ParquetFile(path).iter_batches(1000)
+                for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
+                    yield RawRow(name, number, row)
+                continue
             with _open(path) as file:
                 if ".jsonl" in path.suffixes:
                     for number, text in enumerate(file, 1):
@@ -119,7 +122,7 @@ def read_rows(source: Source) -> Iterator[RawRow]:
                 else:
                     for number, data in enumerate(_json_rows(file, path, source.allow_truncated), 1):
                         yield RawRow(name, number, data)
-        except (OSError, EOFError) as error:  # a compressed file that is damaged or cut off
+        except (OSError, EOFError, zlib.error, ArrowInvalid) as error:  # a file that is damaged or cut off
             if not source.allow_truncated or not isinstance(error, EOFError):
                 raise AerieError(f"{path}: cannot be read to its end ({error}). Get the file again.") from error
 
