@@ -81,7 +81,7 @@ def test_rows_are_kept_or_rejected(made):
 def test_odd_rows_one_by_one(made):
     """Every odd row alone, and all of them in any order, among good ones: the same samples and the same fate."""
     odd = [row for row, _ in ODD_ROWS]
-    found = made([*many(40), *odd], max_length=10_000)
+    found = made([*many(40), *odd], max_length=2_000_000)
     reasons = {one["line"]: f"{one['reason']}: {one['detail']}" for one in found.rejects()}
     for line, (_, reason) in enumerate(ODD_ROWS, 41):
         if reason:
@@ -90,7 +90,7 @@ def test_odd_rows_one_by_one(made):
             assert reasons.get(line, "chat template").partition(":")[0] in ("chat template", "duplicate")
     rows = list(enumerate([*many(40), *odd]))
     random.Random(1).shuffle(rows)
-    again = made([row for _, row in rows], max_length=10_000)
+    again = made([row for _, row in rows], max_length=2_000_000)
     assert chosen(again) == chosen(found)
     before = Counter(one["reason"] for one in found.rejects())
     assert Counter(one["reason"] for one in again.rejects()) == before
@@ -252,7 +252,7 @@ def test_golden(made, tmp_path):
     recorded = {
         2: (
             "807db294cc7578e800c3f1348c4dd2bdef07b3aba77e82bebc64279bc81c484d",
-            "",
+            "f6ccc802b42424f6505edabdc1c89ec1c6d526328f9d84da509d45683c07d6db",
         )
     }
     rows = [*many(12), {"messages": [{"role": r, "content": f"{r} <|bos|>"} for r in ("user", "assistant", "user", "assistant")]}]
