@@ -61,7 +61,7 @@ PREPARED = {
     ("glaive", "gemma3"): None,
     ("dpo", "qwen3"): None,
     ("reason-tool-use", "qwen3"): None,
-    ("chitchat", "qwen3"): None,
+    ("chitchat", "llama3_1"): None,
     ("mt-bench", "qwen3"): None,
     ("sharegpt", "smollm2"): None,
 }

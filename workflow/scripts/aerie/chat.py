@@ -97,16 +97,14 @@ class Renderer:
             raise Unusable("no assistant turn with text")
         if self.last_turn_only:
             answers = answers[-1:]
-        prompts = self._texts([messages[:place] for place in answers], tools, True)
         texts = self._texts([messages[: place + 1] for place in answers], tools)
         if conversation.generated:  # a template that trims or rewrites an answer does not show what the target said
+            prompts = self._texts([messages[:place] for place in answers], tools, True)
             said = [prompt + (messages[place]["content"] or "") for place, prompt in zip(answers, prompts, strict=True)]
             texts = [text if text.startswith(own) else own + self.closing for text, own in zip(texts, said, strict=True)]
             if conversation.cut and answers[-1] == len(messages) - 1:  # nothing followed
                 texts[-1] = said[-1]
-        starts = [len(prompt) if text.startswith(prompt) else None for prompt, text in zip(prompts, texts, strict=True)]
-        if self.no_thought:
-            self._skip_scaffolds(messages, tools, answers, texts, starts)
+        starts = self._starts(messages, tools, answers, texts)
         for place, text, start in zip(answers, texts, starts, strict=True):
             if start is not None and any(call["function"]["name"] not in text[start:] for call in messages[place].get("tool_calls", ())):
                 raise Unusable("chat template: leaves out a tool call")
@@ -179,15 +177,18 @@ class Renderer:
                     return content, as_text
         return None
 
-    def _skip_scaffolds(self, messages: list[Message], tools: Any, answers: list[int], texts: list[str], starts: list[int | None]) -> None:
-        """Moves the start of an answer without a thought behind the empty thought that the template puts there."""
-        bare = [number for number, place in enumerate(answers) if not messages[place].get("reasoning_content")]
-        if not bare:
-            return
-        prompts = self._texts([messages[: answers[number]] for number in bare], tools, True, **self.no_thought)
-        for number, prompt in zip(bare, prompts, strict=True):
-            if texts[number].startswith(prompt) and len(prompt) > (starts[number] or -1):
-                starts[number] = len(prompt)
+    def _starts(self, messages: list[Message], tools: Any, answers: list[int], texts: list[str]) -> list[int | None]:
+        """Where each answer begins in its text: behind the empty thought that the template opens for an answer without one,
+        else behind the prompt. None where the text does not begin so."""
+        starts: list[int | None] = [None] * len(answers)
+        bare = [place for place, answer in enumerate(answers) if self.no_thought and not messages[answer].get("reasoning_content")]
+        for options, wanted in ((self.no_thought, bare), ({}, range(len(answers)))):
+            left = [place for place in wanted if starts[place] is None]
+            prompts = self._texts([messages[: answers[place]] for place in left], tools, True, **options) if left else []
+            for place, prompt in zip(left, prompts, strict=True):
+                if texts[place].startswith(prompt):
+                    starts[place] = len(prompt)
+        return starts
 
     def _texts(self, chats: list[Any], tools: Any, add_generation_prompt: bool = False, **options: Any) -> list[str]:
         given = {"tools": tools, "tokenize": False, "add_generation_prompt": add_generation_prompt, **self.options, **options}
