@@ -61,9 +61,19 @@ PREPARED = {
     ("glaive", "gemma3"): (126, 369, {"chat template": 153, "duplicate": 20, "no supervised token within max_length": 1}),
     ("dpo", "qwen3"): (547, 547, {"duplicate": 5}),
     ("reason-tool-use", "qwen3"): (70, 106, {}),
-    ("chitchat", "llama3_1"): None,
+    ("chitchat", "llama3_1"): (4011, 52812, {"no assistant turn with text": 3150, "duplicate": 6, "no user message with text": 1}),
     ("mt-bench", "qwen3"): (0, 0, {"no assistant turn with text": 80}),
-    ("sharegpt", "smollm2"): None,
+    ("sharegpt", "smollm2"): (
+        16310,
+        56788,
+        {
+            "no messages": 126,
+            "no user message with text": 150,
+            "no assistant turn with text": 5,
+            "no supervised token within max_length": 352,
+            "duplicate": 728,
+        },
+    ),
 }
 
 
