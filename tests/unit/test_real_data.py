@@ -55,18 +55,29 @@ def test_a_file_that_is_cut_off_names_the_place():
 
 # file, target: samples, turns supervised, rows rejected by reason
 PREPARED = {
-    ("alpaca", "smollm2"): None,
-    ("glaive", "smollm2"): None,
-    ("glaive", "qwen3"): None,
-    ("glaive", "gemma3"): None,
-    ("dpo", "qwen3"): None,
-    ("reason-tool-use", "qwen3"): None,
-    ("chitchat", "llama3_1"): None,
-    ("mt-bench", "qwen3"): None,
-    ("sharegpt", "smollm2"): None,
+    ("alpaca", "smollm2"): (985, 985, {"duplicate": 14}),
+    ("glaive", "smollm2"): (126, 369, {"chat template": 153, "duplicate": 20, "no supervised token within max_length": 1}),
+    ("glaive", "qwen3"): (841, 841, {"duplicate": 35, "no supervised token within max_length": 1}),
+    ("glaive", "gemma3"): (126, 369, {"chat template": 153, "duplicate": 20, "no supervised token within max_length": 1}),
+    ("dpo", "qwen3"): (547, 547, {"duplicate": 5}),
+    ("reason-tool-use", "qwen3"): (70, 106, {}),
+    ("chitchat", "llama3_1"): (4011, 52812, {"no assistant turn with text": 3150, "duplicate": 6, "no user message with text": 1}),
+    ("mt-bench", "qwen3"): (0, 0, {"no assistant turn with text": 80}),
+    ("sharegpt", "smollm2"): (
+        16310,
+        56788,
+        {
+            "no messages": 126,
+            "no user message with text": 150,
+            "no assistant turn with text": 5,
+            "no supervised token within max_length": 352,
+            "duplicate": 728,
+        },
+    ),
 }
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("name", "target"), PREPARED)
 def test_the_ledger_adds_up(name, target, tmp_path):
     tokenizer = real_files.tokenizer(target)
