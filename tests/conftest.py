@@ -13,6 +13,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(SCRIPTS), str(TESTS), os.environ
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Tests run side by side, and tiny models gain nothing from threads.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Where threads are used all the same, they must not spin at barriers while another test needs the core.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 
