@@ -213,6 +213,12 @@ def test_packed_attention_is_masked_attention():
     expected = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
     found, _ = packed_attention(torch.nn.Identity(), query, key, value, None, None, lengths)
     torch.testing.assert_close(found, expected.transpose(1, 2))
+    later = torch.tensor([1, 2, 4, 7])  # none of the last sample
+    columns = torch.cat([row, rows + later])
+    found, _ = packed_attention(
+        torch.nn.Identity(), query[:, :, later], key[:, :, columns], value[:, :, columns], None, None, lengths, later
+    )
+    torch.testing.assert_close(found, expected[:, :, later].transpose(1, 2))
     with pytest.raises(ValueError, match="do not add up"):
         packed_attention(torch.nn.Identity(), query, key, value, None, None, [3])
 

@@ -3,7 +3,8 @@
 Attention: a packed row's samples do not see each other, but dense attention computes every pair and masks it. Here each
 sample attends on its own. (On a GPU, flex attention skips the masked blocks.)
 Loss: speculators' forward computes logits of every row, each step's loss from scratch, and masks the rows that are not
-supervised. Here only supervised rows have logits, a block at a time, and the target's probabilities are computed once.
+supervised. Here only supervised rows have logits, a block at a time, the target's probabilities are computed once, and
+the steps after the first compute only the rows at which drafting of a supervised token starts.
 Muon: torch orthogonalises in bfloat16, which a CPU without such instructions emulates, at a fifth of float32's speed.
 """
 
@@ -29,35 +30,44 @@ def packed_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     document_lengths: Sequence[int] = (),
+    later_rows: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of a packed row, one sample at a time, with transformers' signature.
 
-    query [1, heads, rows, dim]; key and value [1, kv heads, steps * rows, dim], a block of rows for each step of
-    training-time test so far; document_lengths add up to rows. As in speculators' mask, which is not looked at, a row sees
-    the rows before it in the first block and itself in each later one.
+    document_lengths add up to rows; later_rows, int64 [later] and rising, are those that the steps of training-time test
+    after the first compute (None: all). query [1, heads, rows or later, dim]; key and value [1, kv heads, rows + steps *
+    later, dim], a block of rows for each step so far. As in speculators' mask, which is not looked at, a row sees the rows
+    before it in the first block and itself in each later one.
     """
-    rows = query.shape[2]
-    if sum(document_lengths) != rows:
-        raise ValueError(f"document_lengths {list(document_lengths)} do not add up to {rows} rows")
+    rows = sum(document_lengths)
+    later = torch.arange(rows) if later_rows is None else later_rows
+    blocks, rest = divmod(key.shape[2] - rows, len(later)) if len(later) else (0, 0)
+    if rest or blocks < 0 or query.shape[2] != (len(later) if blocks else rows):
+        raise ValueError(f"document_lengths {list(document_lengths)} do not add up to {query.shape[2]} rows")
     groups = query.shape[1] // key.shape[1]
-    keys, values = (tensor.unflatten(2, (-1, rows)) for tensor in (key, value))
-    longest, steps = max(document_lengths), keys.shape[2]
+    longest = max(document_lengths)
     causal = torch.ones(longest, longest, dtype=torch.bool).tril()
-    itself = torch.eye(longest, dtype=torch.bool)
-    outputs, start = [], 0
-    for length in document_lengths:
-        own = slice(start, start + length)
-        seen = torch.cat([causal[:length, :length], *[itself[:length, :length]] * (steps - 1)], dim=1)
-        output = scaled_dot_product_attention(
-            query[:, :, own],
-            keys[:, :, :, own].flatten(2, 3).repeat_interleave(groups, dim=1),
-            values[:, :, :, own].flatten(2, 3).repeat_interleave(groups, dim=1),
-            attn_mask=seen,
-            scale=scaling,
+    ends = torch.tensor(document_lengths).cumsum(0)
+    later_ends = torch.searchsorted(later, ends).tolist()
+    outputs, start, later_start = [query[:, :, :0]], 0, 0
+    for end, later_end in zip(ends.tolist(), later_ends, strict=True):
+        own, own_later = slice(start, end), slice(later_start, later_end)
+        if blocks:
+            itself = torch.eye(later_end - later_start, dtype=torch.bool)
+            seen = torch.cat([causal[later[own_later] - start, : end - start], *[itself] * blocks], dim=1)
+        else:
+            seen = causal[: end - start, : end - start]
+        keys, values = (
+            torch.cat(
+                [part[:, :, own], *[block[:, :, own_later] for block in part[:, :, rows:].split(len(later) or 1, dim=2)]], dim=2
+            ).repeat_interleave(groups, dim=1)
+            for part in (key, value)
         )
-        outputs.append(output)
-        start += length
+        queries = query[:, :, own_later if blocks else own]
+        if queries.shape[2]:
+            outputs.append(scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scaling))
+        start, later_start = end, later_end
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
@@ -133,23 +143,27 @@ def supervised_loss(
     hidden_states, cache, tokens = model.fc(hidden_states), DynamicCache(), input_ids
     loss = torch.zeros(())
     right = torch.ones(input_ids.shape[1], dtype=torch.bool)  # in all steps so far, by the row at which drafting starts
+    rows = torch.arange(input_ids.shape[1])  # that a step computes: all, then those at which drafting starts
+    later_rows = (supervised - torch.arange(1, ttt_steps)[:, None]).clamp(min=0).unique()
     metrics: dict[str, torch.Tensor] = {}
     for step in range(ttt_steps):
-        hidden_states = torch.cat([model.embed_tokens(tokens), hidden_states], dim=-1)
-        rotation = model.rotary_emb(hidden_states, position_ids + step)
+        hidden_states = torch.cat([model.embed_tokens(tokens[:, rows]), hidden_states], dim=-1)
+        rotation = model.rotary_emb(hidden_states, position_ids[:, rows] + step)
         for layer in model.layers:
             hidden_states = layer(
                 hidden_states,
                 past_key_values=cache,
                 position_embeddings=rotation,
                 document_lengths=document_lengths,
+                later_rows=later_rows,
             )
         normed = model.norm(hidden_states)
         if model.config.norm_output:
             hidden_states = normed
         judged = supervised >= step
         starts = supervised[judged] - step
-        divergence, best = _HeadDivergence.apply(normed[0, starts], model.lm_head.weight, probabilities[judged], negentropy[judged])
+        drafted = normed[0, torch.searchsorted(rows, starts)]
+        divergence, best = _HeadDivergence.apply(drafted, model.lm_head.weight, probabilities[judged], negentropy[judged])
         step_loss = ttt_step_loss_decay**step * divergence.sum() / (len(starts) + _LOSS_REDUCTION_EPS)
         loss = loss + step_loss
         right[starts] &= best == target_best[judged]
@@ -157,6 +171,8 @@ def supervised_loss(
         metrics[f"loss_{step}_sum"], metrics[f"loss_{step}_total"] = step_loss.detach(), torch.tensor(1.0)
         metrics[f"full_acc_{step}_sum"], metrics[f"full_acc_{step}_total"] = hits, torch.tensor(float(len(starts)))
         tokens = torch.cat([tokens[:, 1:], tokens.new_zeros(1, 1)], dim=-1)  # teacher forcing
+        if not step:
+            rows, hidden_states = later_rows, hidden_states[:, later_rows]
     return loss, metrics
 
 
