@@ -274,7 +274,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.0,
         "scoring_func": "softmax",
         "topk_group": 1,
-        "topk_method": "greedy",
+        "topk_method": None,  # as vLLM translates it
         "vocab_size": 131072,
     },
 }

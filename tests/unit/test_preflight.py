@@ -1,10 +1,8 @@
 """Preflight: sound targets pass; each planted fault is found by the check that should find it, in words that name it."""
 
 import json
-import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -343,21 +341,21 @@ def arguments(case: Case, root: Path) -> list[str]:
 @pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="expects a host without GPUs")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "kimi-k2.5" else pytest.mark.long) for name in CONFIGS])
 def test_a_family_from_configuration_alone(name, tmp_path):
-    """All checks and the twin, interpreter and imports included: at most 60 s and 4 GB."""
+    """All checks and the twin, on at most 4 GB. How long it takes: tests/benchmarks/benchmark_preflight.py."""
     case = family_case(tmp_path, name)
-    idle, started = os.getloadavg()[0] < 1.5, time.monotonic()
     command = [sys.executable, str(SCRIPTS / "preflight_target.py"), *arguments(case, tmp_path), "--log", str(tmp_path / "preflight.log")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     output = tmp_path / "found.json"
-    seconds = time.monotonic() - started
     assert done.returncode == 0, done.stderr
     found = {row["check"]: row for row in json.loads(output.read_text())["checks"]}
-    assert len(found) == len(preflight.checks()) and found["twin"]["verdict"] == "ok"
-    assert "last state gives the engine's logits" in found["twin"]["found"] and "of transformers'" in found["twin"]["found"]
-    if name == "mistral-large-3":
-        assert "llama_4_scaling acts from position 64" in found["twin"]["found"]
+    assert len(found) == 1 + len(preflight.checks())  # the engine is chosen before them
+    assert found["twin"]["verdict"] == "ok"
+    assert "last state gives the engine's logits" in found["twin"]["found"]
+    if name == "mistral-large-3":  # chosen by softmax, its experts are not those of transformers' DeepSeek-V3
+        assert "routes by noaux_tc, the configuration says topk_method null" in found["twin"]["found"]
+    else:
+        assert "of transformers'" in found["twin"]["found"]
     assert "preflight of target t" in done.stderr and output.with_suffix(".txt").read_text() in done.stderr
-    assert seconds < 60 or not idle  # where others have the cores, the time says nothing
     assert peak_of_children() < 4e9
 
 
@@ -371,7 +369,7 @@ def peak_of_children() -> int:
 def test_one_failure_fails_the_command(tmp_path, capfd):
     case = Case(make_tiny_llama(tmp_path / "target"))
     case.edit(architectures=["NobodyForCausalLM"])
-    with pytest.raises(AerieError, match=r"4 of 27 checks failed: architecture, EAGLE-3 interface, embedding method, twin"):
+    with pytest.raises(AerieError, match=r"4 of 28 checks failed: architecture, EAGLE-3 interface, embedding method, twin"):
         preflight_target.main(cli.engine_parser(None).parse_args(arguments(case, tmp_path)))
     assert not (tmp_path / "found.json").exists()
     shown = capfd.readouterr().err

@@ -91,6 +91,17 @@ def test_without_a_reference_the_engines_own_logits_decide(tmp_path, monkeypatch
 
 
 @pytest.mark.long
+def test_llama_4_scaling_acts(tmp_path):
+    """Up to the position where it begins the states are transformers', which lacks it; beyond they must differ."""
+    target = make_tiny_deepseek_v3(tmp_path / "target")
+    config = json.loads((target / "config.json").read_text())
+    config["llama_4_scaling"] = {"original_max_position_embeddings": 128, "beta": 0.1}
+    (target / "config.json").write_text(json.dumps(config))
+    report = twin_of(target, tmp_path)
+    assert not report.problems and "llama_4_scaling acts from position 64 on" in str(report)
+
+
+@pytest.mark.long
 def test_a_broken_capture_is_found(tmp_path, monkeypatch):
     def forget(llm, samples, outcome):
         engine_run(llm, samples, outcome)

@@ -160,12 +160,15 @@ def run_made_twin(
     except Exception as error:  # noqa: BLE001 - then there is no reference, which is said
         report.notes.append(f"transformers could not build it: {describe(error).splitlines()[0]}")
     options: dict[str, Any] = {name: engine_options[name] for name in _KEPT_OPTIONS if name in engine_options}
+    lacking = "transformers lacks this architecture"
+    if model is not None and engine == "vllm" and (routing := _other_routing(text, model)):
+        lacking, model = f"no reference: transformers' {type(model).__name__} {routing}", None
     if model is not None:
         save_as_target(model, twin.folder, embedding if "text_config" in config else None)
         report.reference = type(model).__name__
     elif engine == "vllm":
         options["load_format"] = "dummy"
-        report.notes.append("transformers lacks this architecture: shapes, finiteness and the engine's own logits were checked")
+        report.notes.append(f"{lacking}; shapes, finiteness and the engine's own logits were checked")
     else:
         raise AerieError("transformers cannot build this architecture. Set the target's engine to vllm.")
     report.dtype = "float32" if device == "cpu" else "bfloat16"
@@ -328,7 +331,8 @@ def _stored(store: HiddenStateStore, outcome: Outcome) -> "dict[str, torch.Tenso
         with safe_open(shard.path, framework="pt") as file:
             everything = file.get_tensor("hidden_states")
         for place, key in enumerate(shard.keys):
-            found[key] = everything[int(shard.offsets[place]) : int(shard.offsets[place + 1])]
+            if key in outcome.written:
+                found[key] = everything[int(shard.offsets[place]) : int(shard.offsets[place + 1])]
     return found
 
 
@@ -341,6 +345,14 @@ def _reference_states(model: Any, samples: SampleSet, layer_ids: tuple[int, ...]
     sequences = [samples.ids_of(i) for i in range(len(samples))]
     # One at a time: nothing depends on padding.
     return {key: forward(decoder, [ids], layer_ids, torch.device("cpu"))[0] for key, ids in zip(samples.keys, sequences, strict=True)}
+
+
+def _other_routing(text: dict[str, Any], model: Any) -> str:
+    """How the reference chooses experts where the configuration says otherwise: transformers' DeepSeek-V3 knows one way only."""
+    method = text.get("topk_method", "noaux_tc")
+    if method != "noaux_tc" and any(name.endswith("e_score_correction_bias") for name, _ in model.named_buffers()):
+        return f"routes by noaux_tc, the configuration says topk_method {json.dumps(method)}"
+    return ""
 
 
 def _reach(text: dict[str, Any], model: Any) -> int | None:
