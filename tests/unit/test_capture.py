@@ -345,7 +345,7 @@ class Silent(Exception):
 def fail(self, *args, **kwargs):
     if get_tensor_model_parallel_rank() == RANK:
         Path(STAMP).write_text(str(time.time()))
-        if KILL:
+        if DEADLY:
             os.kill(os.getpid(), signal.SIGKILL)
         raise Silent()
 
@@ -369,7 +369,7 @@ def test_whatever_dies_is_named(targets, tmp_path, fault):
     """Exceptions without a message and a SIGKILL: type and place on the terminal, exit code not 0, within 30 s."""
     method, rank, kill, parallel = FAULTS[fault]
     script, stamp = tmp_path / "faulty.py", tmp_path / "stamp"
-    values = {"METHOD": method, "RANK": str(rank), "STAMP": repr(str(stamp)), "KILL": str(kill)}
+    values = {"METHOD": method, "RANK": str(rank), "STAMP": repr(str(stamp)), "DEADLY": str(kill)}
     text = FAULTY
     for name, value in values.items():
         text = text.replace(name, value)

@@ -1,5 +1,6 @@
 """`engine: auto`: the choice that is read from vLLM's source is the one that its classes would give."""
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ def test_every_class_of_vllm_agrees():
         try:
             found = ModelRegistry.models[architecture].load_model_cls()
         except Exception:  # noqa: BLE001 - needs a package that is not here
+            continue
+        if "NotImplementedError" in inspect.getsource(found.__init__):  # in place of a class for other devices
             continue
         seen += 1
         if bool(supports_eagle3(found)) != _has_interface(packages, *place):

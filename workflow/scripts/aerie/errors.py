@@ -90,10 +90,11 @@ def dead_children() -> list[str]:
     ended: list[tuple[str, int]] = []
     for child in gc.get_objects():
         try:
-            if isinstance(child, multiprocessing.process.BaseProcess):
+            kind = type(child)  # isinstance would ask objects for their class, and some of them answer with a warning
+            if issubclass(kind, multiprocessing.process.BaseProcess):
                 if child.exitcode:
                     ended.append((f"{child.name} (pid {child.pid})", child.exitcode))
-            elif isinstance(child, subprocess.Popen) and child.poll():
+            elif issubclass(kind, subprocess.Popen) and child.poll():
                 command = child.args if isinstance(child.args, str) else subprocess.list2cmdline(child.args)  # type: ignore[arg-type]
                 ended.append((f"{command[:80]} (pid {child.pid})", child.returncode))
         except (AssertionError, ReferenceError, ValueError):  # of another process, or closed
