@@ -174,29 +174,34 @@ def test_ask_shows_later_turns_the_new_answers():
     prompts = [prompt_of(conversation("user", "assistant", "user", tag=tag)) for tag in ("a", "b", "long" * 9)]
     asked = []
 
-    def generate(batch, seed):
-        asked.append((seed, len(batch)))
-        return [Answer([1, 2], f"answer of {bytes(ids).decode()[-8:]}", "length" if b"0b" in bytes(ids) else "stop") for ids in batch]
+    def converse(first, reply, seed):
+        waiting = list(first.items())
+        while waiting:
+            index, ids = waiting.pop(0)
+            asked.append((seed, index))
+            answer = Answer([1, 2], f"answer of {bytes(ids).decode()[-8:]}", "length" if b"0b" in bytes(ids) else "stop")
+            following = reply(index, answer)
+            waiting += [(index, following)] if following is not None else []
 
     def ids_of(messages, tools):
         return list("|".join(message["content"] for message in messages).encode())
 
-    found = regenerate_responses.ask(prompts, generate, ids_of, 40, seed=7)
+    found = regenerate_responses.ask(prompts, converse, ids_of, 40, seed=7)
     assert found[0].answers == ("answer of user 0a", "answer of |user 2a")
     assert found[0].tokens == (2, 2)
     assert (len(found[1].answers), found[1].finish_reasons) == (1, ("length",))  # cut off: the next turn is not asked
     assert (found[2].answers, found[2].problem) == ((), "prompt too long")
-    assert asked == [(7, 2), (8, 1)]
+    assert asked == [(7, 0), (7, 1), (7, 0)]
 
 
 def test_an_answer_with_special_tokens_is_not_good():
     """Its text does not show them, so the conversation would not be what the target said."""
 
-    def generate(batch, seed):
-        return [Answer([5, 9, 6], "answer", "stop") for _ in batch]
+    def converse(first, reply, seed):
+        assert reply(0, Answer([5, 9, 6], "answer", "stop")) is None
 
     prompts = [prompt_of(conversation("user", "assistant", "user"))]
-    [found] = regenerate_responses.ask(prompts, generate, lambda messages, tools: [1], 40, seed=7, special=frozenset([9]))
+    [found] = regenerate_responses.ask(prompts, converse, lambda messages, tools: [1], 40, seed=7, special=frozenset([9]))
     response, rejection = assemble(prompts[0], found, keep_cut_off=True)
     assert response is None and rejection and rejection.reason == "special tokens"
 
@@ -212,7 +217,7 @@ def test_answers_come_back_from_the_store(tmp_path):
 def test_no_prompts_is_an_error(tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.write_text('{"messages": []}\n')
-    recipe = Recipe("regenerate_responses", 2, {"max_prompts": None}, {})
+    recipe = Recipe("regenerate_responses", 3, {"max_prompts": None}, {})
     target = Target("none", "0" * 64, {}, False)
     with pytest.raises(AerieError, match=r"no prompt to answer .* unusable row"):
         regenerate_responses.regenerate(recipe, target, [Source(path=str(empty))], tmp_path, tmp_path)
@@ -237,7 +242,7 @@ def command(folder: Path, output: str, max_prompts: int | None = None) -> list[s
     runtime = {"device": "cpu", "tensor_parallel": 1, "batch_prompts": 4}
     runtime["engine_options"] = {"enforce_eager": True, "kv_cache_memory_bytes": 2**26}
     runtime["sources"] = [str(folder / "prompts.jsonl")]
-    recipe = {"stage": "regenerate_responses", "version": 2, "settings": settings, "runtime": runtime}
+    recipe = {"stage": "regenerate_responses", "version": 3, "settings": settings, "runtime": runtime}
     (folder / f"{output}.json").write_text(json.dumps(recipe))
     line = [sys.executable, SCRIPTS / "regenerate_responses.py", "--recipe", folder / f"{output}.json"]
     line += ["--target", folder / "fingerprint.json", "--store", folder / "store"]

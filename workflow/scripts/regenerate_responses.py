@@ -45,12 +45,13 @@ from aerie.sources import Source, read_rows, sources_digest
 from aerie.stage import Recipe, StageResult, run_stage
 from aerie.targets import Target
 
-VERSION = 2
+VERSION = 3
 
 # What an answer depends on; the other settings only choose among prompts and answers.
 ANSWER_SETTINGS = ("max_new_tokens", "temperature", "top_p", "seed", "dtype", "value_options", "template_options")
 
-Generate = Callable[[list[list[int]], int], list[Answer]]
+Reply = Callable[[int, Answer], list[int] | None]
+Converse = Callable[[dict[int, list[int]], Reply, int], None]
 
 
 def main(args: argparse.Namespace) -> None:
@@ -129,8 +130,14 @@ def ask_all(missing: Sequence[Prompt], recipe: Recipe, target: Target, answer_st
         seed=settings["seed"],
     )
 
-    def generate(ids: list[list[int]], seed: int) -> list[Answer]:
-        return engine.generate(ids, settings["max_new_tokens"], settings["temperature"], settings["top_p"], seed)
+    def converse(first: dict[int, list[int]], reply: Reply, seed: int) -> None:
+        def counted(index: int, answer: Answer) -> list[int] | None:
+            following = reply(index, answer)
+            progress.update(following is None)
+            return following
+
+        engine.converse(first, counted, settings["max_new_tokens"], settings["temperature"], settings["top_p"], seed)
+        progress.update(len(batch) - len(first))  # those that could not be asked
 
     renderer = Renderer(tokenizer, target.end_tokens(tokenizer), settings.get("template_options"))
     special = renderer.special_ids - renderer.ends
@@ -141,11 +148,11 @@ def ask_all(missing: Sequence[Prompt], recipe: Recipe, target: Target, answer_st
         batch = missing[start : start + size]
         key = batch_key(batch)
         started = time.monotonic()
-        answers = ask(batch, generate, renderer.prompt, limit - settings["max_new_tokens"], seed_of(settings["seed"], key), special)
+        answers = ask(batch, converse, renderer.prompt, limit - settings["max_new_tokens"], seed_of(settings["seed"], key), special)
         seconds += time.monotonic() - started
         tokens += sum(sum(one.tokens) for one in answers)
         answer_store.write(key, answers)
-        progress.update(len(batch), tokens_per_second=round(tokens / seconds))
+        progress.update(0, tokens_per_second=round(tokens / seconds))
     progress.done(tokens_per_second=round(tokens / max(seconds, 1e-9)))
     engine.close()
     return seconds, tokens
@@ -155,9 +162,9 @@ IdsOf = Callable[[Sequence[Message], list[dict[str, Any]] | None], list[int]]
 
 
 def ask(
-    prompts: Sequence[Prompt], generate: Generate, ids_of: IdsOf, max_prompt: int, seed: int, special: frozenset[int] = frozenset()
+    prompts: Sequence[Prompt], converse: Converse, ids_of: IdsOf, max_prompt: int, seed: int, special: frozenset[int] = frozenset()
 ) -> list[Answers]:
-    """Asks a batch turn by turn; a conversation ends at its first answer that is not good.
+    """Asks a batch, each conversation turn by turn up to its first answer that is not good.
 
     max_prompt: the longest prompt, in tokens, that leaves room for an answer. special: tokens that an answer's text does
     not show, so that one with them is not good.
@@ -165,25 +172,23 @@ def ask(
     messages: list[list[Message]] = [[] for _ in prompts]
     given: list[list[Answer]] = [[] for _ in prompts]
     problems = ["" for _ in prompts]
-    asking = list(range(len(prompts)))
-    for turn in range(max(len(prompt.turns) for prompt in prompts)):
-        ready: list[tuple[int, list[int]]] = []
-        for index in asking:
-            if turn < len(prompts[index].turns):
-                messages[index] += prompts[index].turns[turn]
-                ids, problems[index] = rendered(messages[index], prompts[index].tools, ids_of, max_prompt)
-                if not problems[index]:
-                    ready.append((index, ids))
-        if not ready:
-            break
-        asking = []
-        for (index, _), answer in zip(ready, generate([ids for _, ids in ready], seed + turn), strict=True):
-            if special.intersection(answer.token_ids):
-                answer = replace(answer, finish_reason="special")
-            given[index].append(answer)
-            messages[index].append({"role": "assistant", "content": answer.text})
-            if not fault_of(answer.text, answer.finish_reason)[0]:
-                asking.append(index)
+
+    def next_prompt(index: int) -> list[int] | None:
+        prompt, turn = prompts[index], len(given[index])
+        if turn == len(prompt.turns):
+            return None
+        messages[index] += prompt.turns[turn]
+        ids, problems[index] = rendered(messages[index], prompt.tools, ids_of, max_prompt)
+        return None if problems[index] else ids
+
+    def reply(index: int, answer: Answer) -> list[int] | None:
+        if special.intersection(answer.token_ids):
+            answer = replace(answer, finish_reason="special")
+        given[index].append(answer)
+        messages[index].append({"role": "assistant", "content": answer.text})
+        return None if fault_of(answer.text, answer.finish_reason)[0] else next_prompt(index)
+
+    converse({index: ids for index in range(len(prompts)) if (ids := next_prompt(index)) is not None}, reply, seed)
     return [
         Answers(
             prompt.key,

@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,22 +81,42 @@ class Engine:
         seed: int | None = None,
     ) -> list[Answer]:
         """Answers in the order of the prompts; greedy at temperature 0. With a seed, the same call gives the same answers."""
+        answers: dict[int, Answer] = {}
+        self.converse(dict(enumerate(prompts)), answers.__setitem__, max_new_tokens, temperature, top_p, seed)
+        return [answers[number] for number in range(len(prompts))]
+
+    def converse(
+        self,
+        prompts: Mapping[int, Sequence[int]],
+        reply: Callable[[int, Answer], Sequence[int] | None],
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+    ) -> None:
+        """Holds conversations: `reply` is given a conversation's number and the answer, and gives its next prompt, or None
+        at its end. No conversation waits for the turns of another."""
         from vllm import SamplingParams
 
         if seed is not None:
             self._llm.collective_rpc("reseed", args=(seed,))
         # Stop tokens are given, and the model's own sampling defaults (top_k, …) are not used: the settings decide alone.
         sampling = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_new_tokens, stop_token_ids=self._end_tokens)
-        outputs = self._llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], sampling, use_tqdm=False)
-        if len(outputs) != len(prompts):
-            raise AerieError(f"vLLM returned {len(outputs)} answers to {len(prompts)} prompts")
-        answers = []
-        for number, output in enumerate(outputs):
-            made = output.outputs[0]
-            if made.finish_reason not in ("stop", "length"):
-                raise AerieError(f"vLLM ended prompt {number} of {len(prompts)} with {made.finish_reason!r}, expected 'stop' or 'length'")
-            answers.append(Answer(list(made.token_ids), made.text, made.finish_reason))
-        return answers
+        engine, numbers = self._llm.llm_engine, {}
+        asked = dict(prompts)
+        while asked or engine.has_unfinished_requests():
+            for number, ids in asked.items():
+                [request] = self._llm.enqueue([{"prompt_token_ids": list(ids)}], sampling, use_tqdm=False)
+                numbers[request.partition("-")[0]] = number  # what vLLM adds to a request's name is not in its output
+            asked = {}
+            for output in engine.step():
+                if output.finished:
+                    number = numbers.pop(output.request_id)
+                    following = reply(number, _answer_of(output, number))
+                    if following is not None:
+                        asked[number] = following
+        if numbers:
+            raise AerieError(f"vLLM ended without an answer to {len(numbers)} of its prompts")
 
     def counters(self) -> SpeculationCounters:
         """vLLM's counters now; AerieError for an engine that does not speculate or was started without statistics."""
@@ -107,6 +127,13 @@ class Engine:
         core = getattr(getattr(self._llm, "llm_engine", None), "engine_core", None)
         if core is not None:
             core.shutdown()
+
+
+def _answer_of(output: Any, number: int) -> Answer:
+    made = output.outputs[0]
+    if made.finish_reason not in ("stop", "length"):
+        raise AerieError(f"vLLM ended prompt {number} with {made.finish_reason!r}, expected 'stop' or 'length'")
+    return Answer(list(made.token_ids), made.text, made.finish_reason)
 
 
 def read_counters(metrics: Sequence[Any]) -> SpeculationCounters:
