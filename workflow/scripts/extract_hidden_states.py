@@ -43,6 +43,10 @@ def main(args: argparse.Namespace) -> None:
         with store.locked(bucket_of(key) for key in wanted):
             # Another process may have extracted some since the table was made.
             lacking = wanted - set(store.known()["sample_key"])
+            if len(lacking) < len(wanted):
+                cli.say(
+                    f"hidden states: {len(wanted) - len(lacking):,} of the {len(wanted):,} samples were written meanwhile or by an earlier attempt"
+                )
             if lacking:
                 samples = samples_of(args.dataset, lacking)
                 job.check_disk(len(samples), int(samples.tokens.sum()), args.store)
