@@ -44,7 +44,7 @@ def test_killed_in_three_stages_the_demo_is_complete(folder):
     assert f"regenerate: {answered} of 800 prompts found answered, {800 - answered} to ask" in terminal(folder)
     shards = list(store.glob("hidden_states/*/*.safetensors"))
     written = sum(len(read_shard(shard).keys) for shard in shards)
-    kill_when(folder, lambda: any(store.glob("train_draft/*.partial/work/checkpoints/*")))
+    kill_when(folder, lambda: any(store.glob("train_draft/*.partial/work/checkpoints/*.json")))
     found = re.search(r"hidden states: (\d+) of the (\d+) samples were written meanwhile or by an earlier attempt", terminal(folder))
     assert found and written <= int(found[1]) < int(found[2])  # a shard may have been finished while we looked
     assert all(shard.exists() for shard in shards)

@@ -100,7 +100,7 @@ def test_after_a_kill_the_same_command_goes_on(llama):
     llama.write()
     process = llama.start()
     store = llama.folder / "results/.store"
-    wait_for(process, lambda: any(store.glob("train_draft/*.partial/work/checkpoints/*")))
+    wait_for(process, lambda: any(store.glob("train_draft/*.partial/work/checkpoints/*.json")))
     kill(process)
     result = llama.run()
     assert result.code == 0, result.text
