@@ -1,5 +1,6 @@
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from aerie.configuration import Plan, engine_versions, read_versions
 from aerie.devices import has_driver
 from aerie.errors import AerieError
 from aerie.files import end_future
+from aerie.keys import draft_digest
 from aerie.sources import Source
+from aerie.stage import Recipe, read_manifest
 from aerie.store import register
 from aerie.targets import PATTERNS
 
@@ -173,6 +176,44 @@ def get_run_file(pattern):
         return pattern.format(**run._asdict(), capture=PLAN.capture(run))
 
     return found
+
+
+def get_init_from(wildcards):
+    """The files of the draft that a run's draft starts from, if it does."""
+    folder = PLAN.init_from(PLAN.runs[wildcards.run])
+    return [folder / "config.json", folder / "model.safetensors"] if folder else []
+
+
+def get_init_from_option(wildcards):
+    """The same as an option of the commands."""
+    folder = PLAN.init_from(PLAN.runs[wildcards.run])
+    return f"--init-from {shlex.quote(str(folder))}" if folder else ""
+
+
+def get_training_gpus(wildcards, input):
+    """GPUs for a training: none where the store has its draft. Evaluated when the inputs exist."""
+    gpus = PLAN.training_gpus(PLAN.runs[wildcards.run])
+    return 0 if gpus and is_in_store(input) else gpus
+
+
+def is_in_store(input):
+    """Whether the store has the draft that these inputs give."""
+    manifests = {
+        name: Path(input[name])
+        for name in ("target", "dataset", "hidden_states", "vocab_map")
+    }
+    files = [Path(input.recipe), *manifests.values(), *map(Path, input.init_from)]
+    if not all(file.exists() for file in files):
+        return False
+    inputs = {
+        name: read_manifest(manifest)["digest"] for name, manifest in manifests.items()
+    }
+    if input.init_from:
+        inputs["init_from"] = draft_digest(Path(input.init_from[0]).parent)
+    recipe = Recipe.read(Path(input.recipe))
+    return (
+        Path(config["store"]) / recipe.stage / recipe.key(inputs) / "manifest.json"
+    ).exists()
 
 
 def get_training_threads(wildcards):

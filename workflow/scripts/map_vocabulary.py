@@ -36,14 +36,14 @@ def main(args: argparse.Namespace) -> None:
         tokenizer = target.tokenizer()
         samples = load_samples(args.dataset).with_format("numpy")
         train = samples.select(np.flatnonzero(np.asarray(samples["split"]) == "train"))
-        rows = (
-            row for batch in train.iter(1000) for row in zip(batch["input_ids"], batch["loss_mask"], batch["source"], strict=True)
-        )
+        rows = (row for batch in train.iter(1000) for row in zip(batch["input_ids"], batch["loss_mask"], batch["source"], strict=True))
         by_source = vocabulary.count_supervised(rows, target.vocab_size)
         if args.init_from:
             chosen = vocabulary.draft_map(args.init_from)
             if len(chosen.t2d) != target.vocab_size:
-                raise AerieError(f"{args.init_from}: a draft for {len(chosen.t2d)} target ids; target {target.name} has {target.vocab_size}")
+                raise AerieError(
+                    f"{args.init_from}: a draft for {len(chosen.t2d)} target ids; target {target.name} has {target.vocab_size}"
+                )
         elif size is None:
             chosen = vocabulary.full_map(target.vocab_size)
         else:

@@ -66,9 +66,7 @@ def _block_mask(last: torch.Tensor, first: torch.Tensor, keys: int, device: torc
     def sees(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (key >= seen_first[query]) & (key <= seen_last[query])
 
-    made = BlockMask.from_kv_blocks(
-        *_listed(some & ~full), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(queries, keys)
-    )
+    made = BlockMask.from_kv_blocks(*_listed(some & ~full), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(queries, keys))
     return made.to(device)
 
 

@@ -160,10 +160,6 @@ def _load_target_weights(
     model: Eagle3DraftModel, weights: dict[str, torch.Tensor], text_config: "PretrainedConfig", vocab_map: VocabMap
 ) -> None:
     """What `model.load_verifier_weights()` does, which would read the target again and refuse remote code."""
-    expected = (len(vocab_map.t2d), text_config.hidden_size)
-    for part in ("embed_tokens", "lm_head"):
-        if tuple(weights[part].shape) != expected:
-            raise AerieError(f"the target's {part} is {list(weights[part].shape)}, its configuration says {list(expected)}")
     head = weights["lm_head"][torch.from_numpy(vocab_map.target_ids)]
     with torch.no_grad():
         model.embed_tokens.weight.copy_(weights["embed_tokens"])
@@ -208,11 +204,15 @@ def start_from(model: Eagle3DraftModel, folder: Path) -> None:
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         wanted = {name: value for name, value in model.named_parameters() if value.requires_grad}
-        differ += [f"{name} {shapes.get(name)}, not {tuple(value.shape)}" for name, value in wanted.items() if shapes.get(name) != value.shape]
+        differ += [
+            f"{name} {shapes.get(name)}, not {tuple(value.shape)}" for name, value in wanted.items() if shapes.get(name) != value.shape
+        ]
         extra = sorted(name for name in shapes.keys() - model.state_dict().keys() if name.startswith("layers."))
         differ += [f"also {name}" for name in extra[:1]]
         if differ:
-            raise AerieError(f"{folder}: this draft cannot start from it; it has {'; '.join(differ)}. Set layers and aux_layer_ids to its own.")
+            raise AerieError(
+                f"{folder}: this draft cannot start from it; it has {'; '.join(differ)}. Set layers and aux_layer_ids to its own."
+            )
         with torch.no_grad():
             for name, value in wanted.items():
                 value.copy_(file.get_tensor(name))

@@ -36,7 +36,7 @@ def model_card(
         "",
         "```",
         f"vllm serve {base} --speculative-config "
-        f"'{{\"method\": \"eagle3\", \"model\": \"THIS_FOLDER\", \"num_speculative_tokens\": {len(validation['accuracy'])}}}'",
+        f'\'{{"method": "eagle3", "model": "THIS_FOLDER", "num_speculative_tokens": {len(validation["accuracy"])}}}\'',
         "```",
         "",
         "## Figures",

@@ -40,6 +40,9 @@ class Ranks:
             tensor.copy_(part.view_as(tensor))
 
 
+ALONE = Ranks()
+
+
 def run_in_ranks(count: int, device: torch.device, function: Callable[..., None], arguments: Sequence[Any], work: Path) -> None:
     """Runs function(ranks, device, *arguments) in `count` processes; AerieError or ProcessFailed, with the cause, if one fails.
 

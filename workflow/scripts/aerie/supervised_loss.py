@@ -12,7 +12,7 @@ from speculators.losses.utils import _LOSS_REDUCTION_EPS
 from speculators.models.eagle3 import Eagle3DraftModel
 from transformers import DynamicCache
 
-from .draft_attention import BLOCK, Packing
+from .draft_attention import BLOCK, FLEX_ATTENTION, Packing
 
 # Rows whose logits are computed at a time: on a CPU, so many as fit into its cache.
 _HEAD_ROWS = {"cpu": 128, "cuda": 2048}
@@ -100,17 +100,17 @@ def supervised_loss(
     device = model.fc.weight.device
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else torch.float32
     later = (supervised - torch.arange(1, ttt_steps)[:, None]).unique()
-    if device.type == "cuda":  # whole blocks, so that few shapes occur; the repeated row is judged once
+    flex = model.config.transformer_layer_config._attn_implementation == FLEX_ATTENTION
+    if flex:  # whole blocks, so that few shapes occur; the repeated row is judged once
         later = torch.cat([later, later[-1:].expand(-len(later) % BLOCK)])
     packing = Packing(batch["document_ids"][0].cpu(), later, window)
-    if device.type == "cuda":
+    if flex:
         packing.with_masks(device)
     # Indices are made on the CPU: to ask the GPU how many rows there are would wait for all that it still has to do.
     rows_now = torch.arange(packing.rows)
     later_rows, judged_rows = later.to(device, non_blocking=True), supervised.to(device, non_blocking=True)
     hidden_states, tokens, positions, last_states = (
-        batch[name].to(device, non_blocking=True)
-        for name in ("hidden_states", "input_ids", "position_ids", "verifier_last_hidden_states")
+        batch[name].to(device, non_blocking=True) for name in ("hidden_states", "input_ids", "position_ids", "verifier_last_hidden_states")
     )
     probabilities, negentropy, target_best = _target_distribution(model, last_states[0, judged_rows], dtype)
     head = model.lm_head.weight.to(dtype)

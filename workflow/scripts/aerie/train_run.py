@@ -15,7 +15,7 @@ from .draft_attention import attention_for
 from .draft_model import DraftShape, aux_columns, build_draft, export_draft, norm_gain, start_from
 from .errors import AerieError
 from .keys import draft_digest
-from .ranks import Ranks, run_in_ranks
+from .ranks import ALONE, Ranks, run_in_ranks
 from .training import DraftTrainer, TrainingSettings, pick_device
 from .training_data import DraftSamples, PackOrder, ShardTransfer, States, batches, padded_size, supervised_counts
 from .validation import TargetHead, Validation
@@ -51,7 +51,7 @@ def train(
     device, ranks = pick_device(runtime.get("device", "auto")), int(runtime.get("ranks", 1))
     arguments = (target, samples, states, vocab_map, settings, runtime, work, out, init_from)
     if ranks == 1:
-        _train_rank(Ranks(), device, *arguments)
+        _train_rank(ALONE, device, *arguments)
     else:
         run_in_ranks(ranks, device, _train_rank, arguments, work)
     figures: dict[str, Any] = json.loads((work / "figures.json").read_text())
@@ -83,7 +83,7 @@ def _train_rank(
 
     def loader_of(split: str, packs_per_step: int, workers: int) -> "DataLoader":
         nonlocal left_out
-        chosen = select_split(samples, split, training)
+        chosen = select_split(samples, split, training, quiet=ranks.rank > 0)
         left_out += sum(one == split for one in samples["split"]) - len(chosen)
         rows = DraftSamples(
             chosen, ShardTransfer(states, chosen["sample_key"], [*aux, last]), training.max_length, training.ttt_steps,
@@ -126,8 +126,11 @@ def _train_rank(
     (work / "figures.json").write_text(json.dumps(figures))
 
 
-def select_split(samples: "Dataset", split: str, training: TrainingSettings) -> "Dataset":
-    """The split's samples that something can be learnt from. AerieError if there are none, or if others are not to be skipped."""
+def select_split(samples: "Dataset", split: str, training: TrainingSettings, quiet: bool = False) -> "Dataset":
+    """The split's samples that something can be learnt from; says, unless quiet, which are not.
+
+    AerieError if there are none, or if others are not to be skipped.
+    """
     own = np.asarray(samples["split"]) == split
     judged = supervised_counts(samples, training.max_length, training.ttt_steps) > 0
     useless = np.flatnonzero(own & ~judged)
@@ -140,7 +143,8 @@ def select_split(samples: "Dataset", split: str, training: TrainingSettings) -> 
                 f"{said}. Expected one behind the first {training.ttt_steps} tokens and within max_length {training.max_length}: "
                 "mend the data, or set training.on_bad_sample: skip"
             )
-        cli.say(f"train_draft: left out: {said}")
+        if not quiet:
+            cli.say(f"train_draft: left out: {said}")
     chosen = samples.select(np.flatnonzero(own & judged))
     if not len(chosen):
         raise AerieError(f"the dataset has no usable {split} sample among its {len(samples)}; see its stats.json")

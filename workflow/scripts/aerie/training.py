@@ -27,7 +27,7 @@ from .draft_model import sliding_window
 from .errors import AerieError
 from .muon import Float32Muon
 from .progress import Progress
-from .ranks import Ranks
+from .ranks import ALONE, Ranks
 from .supervised_loss import supervised_loss
 from .training_data import Batch, PackOrder, on_device, step_counts
 
@@ -144,7 +144,7 @@ class DraftTrainer:
         work: Path,
         device: torch.device,
         checkpoint_seconds: float,
-        ranks: Ranks = Ranks(),
+        ranks: Ranks = ALONE,
     ) -> None:
         self.model, self.settings, self.loader, self.validate = model, settings, loader, validate
         self.device, self.checkpoint_seconds, self.ranks = device, checkpoint_seconds, ranks

@@ -102,7 +102,7 @@ class DraftSamples(BaseDataset):
 
     Each: hidden_states [rows, aux layers * hidden], input_ids [rows], verifier_last_hidden_states [rows, hidden],
     loss_mask bool [rows], position_ids [rows], lengths [1]; rows = tokens - 1, tokens at most `max_length`. With skip_bad,
-    a sample whose states are not finite is its BadSample instead of raising it.
+    a sample whose states are not finite is a BadSample instead of raising it.
     transfer: hands out the aux layers, ascending, and then the last layer's output.
     """
 
@@ -157,7 +157,7 @@ class DraftSamples(BaseDataset):
             "loss_mask": mask[:end],
         }
 
-    def __getitem__(self, index: int) -> Batch | BadSample:
+    def __getitem__(self, index: int) -> Any:
         try:
             shifted: Batch = shift_batch(cast(Batch, super().__getitem__(int(index))))
         except BadSample as bad:
@@ -217,7 +217,14 @@ class PackOrder(Sampler[list[int]]):
     """
 
     def __init__(
-        self, lengths: Sequence[int], supervised: np.ndarray, batch_tokens: int, packs_per_step: int, seed: int, rank: int = 0, ranks: int = 1
+        self,
+        lengths: Sequence[int],
+        supervised: np.ndarray,
+        batch_tokens: int,
+        packs_per_step: int,
+        seed: int,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         self.lengths, self.supervised = np.asarray(lengths), supervised
         self.packs_per_step, self.rank, self.ranks = packs_per_step, rank, ranks
