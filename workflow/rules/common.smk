@@ -14,9 +14,8 @@ from aerie.configuration import Plan, engine_versions, read_versions
 from aerie.devices import has_driver
 from aerie.errors import AerieError
 from aerie.files import end_future
-from aerie.keys import draft_digest
 from aerie.sources import Source
-from aerie.stage import Recipe, read_manifest
+from aerie.stage import input_digests, is_in_store
 from aerie.store import register
 from aerie.targets import PATTERNS
 
@@ -193,27 +192,13 @@ def get_init_from_option(wildcards):
 def get_training_gpus(wildcards, input):
     """GPUs for a training: none where the store has its draft. Evaluated when the inputs exist."""
     gpus = PLAN.training_gpus(PLAN.runs[wildcards.run])
-    return 0 if gpus and is_in_store(input) else gpus
-
-
-def is_in_store(input):
-    """Whether the store has the draft that these inputs give."""
-    manifests = {
-        name: Path(input[name])
-        for name in ("target", "dataset", "hidden_states", "vocab_map")
-    }
+    names = ("target", "dataset", "hidden_states", "vocab_map")
+    manifests = {name: Path(input[name]) for name in names}
     files = [Path(input.recipe), *manifests.values(), *map(Path, input.init_from)]
-    if not all(file.exists() for file in files):
-        return False
-    inputs = {
-        name: read_manifest(manifest)["digest"] for name, manifest in manifests.items()
-    }
-    if input.init_from:
-        inputs["init_from"] = draft_digest(Path(input.init_from[0]).parent)
-    recipe = Recipe.read(Path(input.recipe))
-    return (
-        Path(config["store"]) / recipe.stage / recipe.key(inputs) / "manifest.json"
-    ).exists()
+    if not gpus or not all(file.exists() for file in files):
+        return gpus
+    digests = input_digests(manifests, PLAN.init_from(PLAN.runs[wildcards.run]))
+    return 0 if is_in_store(Path(input.recipe), digests, Path(config["store"])) else gpus
 
 
 def get_training_threads(wildcards):

@@ -11,9 +11,8 @@ import numpy as np
 
 from aerie import cli, vocabulary
 from aerie.errors import AerieError
-from aerie.keys import draft_digest
 from aerie.samples import load_samples
-from aerie.stage import Recipe, StageResult, read_manifest, run_stage
+from aerie.stage import Recipe, StageResult, input_digests, run_stage
 from aerie.targets import Target
 
 VERSION = 2
@@ -61,9 +60,7 @@ def main(args: argparse.Namespace) -> None:
         )
         return StageResult(figures={name: value for name, value in figures.items() if name != "most_frequent_lost"})
 
-    inputs = {"target": target.digest, "dataset": read_manifest(args.dataset)["digest"]}
-    if args.init_from:
-        inputs["init_from"] = draft_digest(args.init_from)
+    inputs = input_digests({"target": args.target, "dataset": args.dataset}, args.init_from)
     found = run_stage(recipe, VERSION, inputs, args.output, args.store, compute, args.log)["figures"]
     wanted = recipe.runtime["min_coverage"]
     if found["coverage"] < wanted:

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from aerie import cli
 from aerie.devices import lease
-from aerie.keys import draft_digest
 from aerie.model_card import model_card
 from aerie.samples import load_samples
-from aerie.stage import Recipe, StageResult, read_manifest, run_stage
+from aerie.stage import Recipe, StageResult, input_digests, read_manifest, run_stage
 from aerie.targets import Target
 from aerie.vocabulary import load_map
 
@@ -48,15 +47,13 @@ def main(args: argparse.Namespace) -> None:
             runtime = recipe.runtime | {"ranks": max(1, recipe.runtime["gpus"])}
             figures, digest = train(target, samples, states, vocab_map, settings, runtime, work, out, args.init_from)
         shutil.copyfile(work / "metrics.jsonl", out / "metrics.jsonl")
-        card = model_card(target, recipe.settings, recipe.key(inputs), inputs, manifests, figures)
+        covered = read_manifest(args.vocab_map)["figures"]
+        card = model_card(target, recipe.settings, recipe.key(inputs), inputs, covered, figures)
         (out / "README.md").write_text(card)
         return StageResult(digest=digest, figures=figures)
 
     folders = {"dataset": args.dataset, "hidden_states": args.hidden_states, "vocab_map": args.vocab_map}
-    manifests = {name: read_manifest(folder) for name, folder in folders.items()}
-    inputs = {"target": target.digest} | {name: manifest["digest"] for name, manifest in manifests.items()}
-    if args.init_from:
-        inputs["init_from"] = draft_digest(args.init_from)
+    inputs = input_digests({"target": args.target, **folders}, args.init_from)
     run_stage(recipe, VERSION, inputs, args.output, args.store, compute, args.log)
 
 

@@ -14,15 +14,14 @@ def model_card(
     recipe: Mapping[str, Any],
     key: str,
     inputs: Mapping[str, str],
-    manifests: Mapping[str, Mapping[str, Any]],
+    coverage: Mapping[str, Any],
     figures: Mapping[str, Any],
 ) -> str:
-    """recipe: the settings trained with. inputs: digests that `key` was made of. manifests: of dataset, hidden_states and
-    vocab_map. figures: of the training."""
+    """recipe: the settings trained with. inputs: digests that `key` was made of. coverage, figures: those in the manifests of
+    the vocabulary map and of the training."""
     base = target.location.get("hub_id", target.name)
     licence = target_licence(target)
-    validation, coverage = figures["validation"], manifests["vocab_map"]["figures"]
-    sources = coverage.get("by_source", {})
+    validation = figures["validation"]
     lines = [
         "---",
         f"base_model: {json.dumps(base)}",
@@ -52,7 +51,7 @@ def model_card(
         "## Data",
         "| source | supervised tokens | in the vocabulary |",
         "| --- | --- | --- |",
-        *(f"| {source} | {own['supervised_tokens']:,} | {own['coverage']:.2%} |" for source, own in sources.items()),
+        *(f"| {source} | {own['supervised_tokens']:,} | {own['coverage']:.2%} |" for source, own in coverage["by_source"].items()),
         "",
         "## Keys",
         f"- train_draft {key}",
