@@ -14,7 +14,7 @@ from aerie.samples import Sample, load_samples, write_samples
 from aerie.targets import Target
 from tiny_targets import VOCAB_SIZE, make_tiny_llama
 
-LAYERS = (2, 4, 5, 8)
+LAYERS = (2, 4, 5, 6, 8)
 SETTINGS: dict[str, Any] = {
     "layers": 1,
     "aux_layer_ids": [2, 4, 5],
@@ -67,7 +67,7 @@ def make_problem(root: Path) -> SimpleNamespace:
             hook = model.model.norm.register_forward_pre_hook(lambda module, args, kept=captured: kept.append(args[0]))
             states = model(torch.tensor([sample.input_ids]), output_hidden_states=True).hidden_states
             hook.remove()
-            layers = torch.stack([states[2], states[4], states[5], captured[0]], dim=2)[0]
+            layers = torch.stack([*(states[layer] for layer in LAYERS[:-1]), captured[0]], dim=2)[0]
             stored.append(StoredSample(sample.key, np.asarray(sample.input_ids, dtype=np.int32), layers, None))
     store = HiddenStateStore(root / "store", "c")
     store.write_shard(capture, stored, 1.0)
