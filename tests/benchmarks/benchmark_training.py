@@ -219,14 +219,16 @@ def make_problem(job: dict[str, Any]) -> dict[str, Any]:
     root, config, rng = Path(job["root"]), job["config"], np.random.default_rng(0)
     device, dtype = torch.device("cuda" if job["gpu"] else "cpu"), getattr(torch, job["dtype"])
     text = words(int((job["packs"] + _VALIDATION_PACKS) * job["batch_tokens"]), config["vocab_size"])
-    samples, start, number = [], 0, 0
+    shortest, longest = job["lengths"]
+    samples: list[Sample] = []
+    start = 0
     while start < len(text):
-        length = min(int(rng.integers(*job["lengths"], endpoint=True)), len(text) - start)
+        length = min(int(rng.integers(shortest, longest + 1)), len(text) - start)
         prompt = max(4, int(length * rng.uniform(*_PROMPT_SHARE)))
         split = "train" if start < job["packs"] * job["batch_tokens"] else "validation"
         if length > prompt + 4:
             samples.append(Sample(text[start : start + length], [0] * prompt + [1] * (length - prompt), "text", split))
-        start, number = start + length, number + 1
+        start += length
 
     common = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 8192, "rms_norm_eps": 1e-5}
     common |= {"torch_dtype": job["dtype"], "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, "hidden_act": "silu"}
