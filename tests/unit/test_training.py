@@ -20,6 +20,7 @@ from aerie.checkpoints import Checkpoints
 from aerie.draft_attention import FLEX_ATTENTION, PACKED_ATTENTION, Packing, flex_packed_attention, packed_attention
 from aerie.draft_model import DraftShape, aux_columns, build_draft, decoder_config, rotary_parameters, sliding_window, start_from
 from aerie.errors import AerieError
+from aerie.model_card import model_card
 from aerie.muon import Float32Muon, orthogonalize
 from aerie.samples import Sample, load_samples, write_samples
 from aerie.supervised_loss import supervised_loss
@@ -648,6 +649,26 @@ def test_a_drafts_map_is_checked_on_every_load(problem, trained, tmp_path: Path)
         with pytest.raises(AerieError, match=message):
             evaluate_draft.check_draft(folder)
     evaluate_draft.check_draft(trained.out)
+
+
+def test_model_card_says_what_the_draft_is(problem, trained):
+    import yaml
+
+    own = {"supervised_tokens": 1000, "covered_tokens": 980, "coverage": 0.98}
+    coverage = {**own, "draft_vocab_size": 200, "target_vocab_size": 320, "by_source": {"chats.jsonl": own}}
+    card = model_card(problem.target, SETTINGS, "k" * 64, {"dataset": "d" * 64}, coverage, trained.figures)
+    _, front, body = card.split("---\n", 2)
+    assert yaml.safe_load(front) == {
+        "base_model": "tiny", "license": "other", "library_name": "speculators", "tags": ["eagle3", "speculative-decoding", "draft-model"],
+    }  # fmt: skip
+    length = trained.figures["validation"]["acceptance_length"]
+    for text in (f"acceptance length {length:.3f}", "200 of 320 tokens", "| chats.jsonl | 1,000 | 98.00% |", "train_draft " + "k" * 64,
+                 "dataset " + "d" * 64, '"learning_rate": 0.01', "its folder names none"):  # fmt: skip
+        assert text in body
+    (problem.target.folder / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\n# A target\n")
+    card = model_card(problem.target, SETTINGS, "k" * 64, {}, coverage, trained.figures)
+    (problem.target.folder / "README.md").unlink()
+    assert 'license: "apache-2.0"' in card and "- target: apache-2.0" in card
 
 
 def test_full_vocabulary_trains(problem, tmp_path: Path):

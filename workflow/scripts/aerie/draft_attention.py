@@ -127,6 +127,9 @@ def flex_packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """`packed_attention` by flex attention; packing has its masks."""
     assert packing.masks is not None
+    if torch.is_autocast_enabled(query.device.type):  # what was rotated has become float32, and with it what is cached
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     blocks, rows = _later_blocks(query, key, packing), packing.rows
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attend = _flex(query.device.type)
