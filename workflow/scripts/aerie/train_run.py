@@ -77,7 +77,7 @@ def _train_rank(
     if device.type == "cpu":
         keep_freed_memory()
     aux, last = aux_columns(states.layer_ids, shape, target.num_layers)
-    workers = int(runtime.get("workers", 4 if device.type == "cuda" else 0))
+    workers = int(runtime.get("workers", 6 if device.type == "cuda" else 0))
     skip_bad = training.on_bad_sample == "skip"
     left_out = 0
 
