@@ -30,7 +30,7 @@ CONFIG: dict[str, Any] = {
             "regenerate": {"max_new_tokens": 16, "temperature": 1.0},
         }
     },
-    "drafts": {"eagle3": {"stored_dtype": "float32", "vocab_size": 200, "training": {"epochs": 1, "batch_tokens": 256}}},
+    "drafts": {"eagle3": {"stored_dtype": "float32", "vocab_size": 270, "training": {"epochs": 1, "batch_tokens": 256}}},
     "evaluation": {"prompts": "prompts.jsonl", "max_new_tokens": 16},
 }
 

@@ -149,6 +149,19 @@ def test_auto_follows_the_machine(tmp_path):
     assert plan(tmp_path, has_gpu=True).gpus("t") == 4
 
 
+def test_the_number_of_gpus_changes_no_key(tmp_path):
+    drafts = {"big": {"training": {"packs_per_step": 8}}, "small": {"training": {"packs_per_step": 8, "gpus": 4}}}
+    made = plan(tmp_path, has_gpu=True, drafts=drafts)
+    one, four = (json.loads(made.recipes["train_draft", name]) for name in ("a", "b"))
+    assert one["settings"] == four["settings"] and one["settings"]["training"]["packs_per_step"] == 8
+    assert (one["runtime"]["gpus"], four["runtime"]["gpus"]) == (1, 4)
+    assert [made.training_gpus(run) for run in made.runs.values()] == [1, 4]
+    assert [plan(tmp_path, drafts=drafts).training_gpus(run) for run in made.runs.values()] == [0, 0]
+    drafts["small"]["training"]["gpus"] = 3
+    with pytest.raises(AerieError, match=r"run b: training.packs_per_step of draft small is 8, training.gpus 3"):
+        _ = plan(tmp_path, has_gpu=True, drafts=drafts).recipes
+
+
 def test_a_version_is_part_of_the_recipe(tmp_path):
     made = plan(tmp_path)
     other = Plan(made.config, {**made.versions, "train_draft": 2}, False)

@@ -63,6 +63,64 @@ def test_a_tied_head_is_the_embedding_and_a_lost_one_an_error(tmp_path):
         target_of(lost).head_weights()
 
 
+def rewritten(folder, rename=lambda name: name, change=lambda tensors: tensors):
+    """The model's weights with other names or values; a real file of them."""
+    stored = {rename(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(change(stored), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def same_head(folder, original):
+    found, expected = target_of(folder).head_weights(), target_of(original).head_weights()
+    return all(torch.equal(found[part], expected[part]) for part in ("embed_tokens", "norm", "lm_head"))
+
+
+@pytest.mark.parametrize("prefix", ["language_model.", "model.language_model."])
+def test_a_wrapped_models_head_is_found(tmp_path, prefix):
+    """Kimi-K2.5 puts language_model. before every name; transformers' wrappers put it between model. and the rest."""
+    plain = make_tiny_llama(tmp_path / "plain")
+    wrapped = make_tiny_llama(tmp_path / "wrapped")
+
+    def rename(name):
+        return prefix + (name.removeprefix("model.") if prefix.startswith("model.") and name.startswith("model.") else name)
+
+    names = ("visual.blocks.0.norm.weight", "visual.model.norm.weight", "visual.patch_embed_tokens.weight")
+    rewritten(wrapped, rename, lambda tensors: tensors | {name: torch.zeros(7) for name in names})
+    assert same_head(wrapped, plain)
+
+
+def test_a_sharded_models_head_is_found(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    plain = make_tiny_llama(tmp_path / "plain")
+    AutoModelForCausalLM.from_pretrained(plain).save_pretrained(tmp_path / "sharded", max_shard_size="200kB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2 and not (tmp_path / "sharded/model.safetensors").exists()
+    assert same_head(tmp_path / "sharded", plain)
+    lost = next(path for path in (tmp_path / "sharded").glob("*.safetensors") if "lm_head.weight" in load_file(path))
+    lost.unlink()
+    with pytest.raises(AerieError, match=f"{lost.name}: .*weight is to be there and cannot be read"):
+        target_of(tmp_path / "sharded").head_weights()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"lm_head.weight": torch.zeros(320, 64, dtype=torch.int8)}, r"lm_head\.weight is int8 .*quantised"),
+        ({"lm_head.weight": torch.zeros(320, 64).to(torch.float8_e4m3fn)}, r"lm_head\.weight is float8_e4m3fn .*quantised"),
+        ({"lm_head.weight": None, "lm_head.weight_packed": torch.zeros(320, 8, dtype=torch.int32)}, r"lm_head\.weight_packed.*quantised"),
+        ({"lm_head.weight": None, "lm_head.qweight": torch.zeros(8, 320, dtype=torch.int32)}, r"lm_head\.qweight.*quantised"),
+        ({"model.norm.weight": None, "model.final_layernorm.weight": torch.ones(64)}, r"no norm among the .*final_layernorm"),
+        ({"model.embed_tokens.weight": None, "transformer.wte.weight": torch.zeros(320, 64)}, r"no embed_tokens among the .*wte"),
+        ({"lm_head.weight": torch.zeros(320, 32)}, r"lm_head\.weight is \[320, 32\], expected \[320, 64\]"),
+        ({"model.embed_tokens.weight": torch.zeros(300, 64)}, r"embed_tokens\.weight is \[300, 64\], expected \[320, 64\]"),
+    ],
+)
+def test_a_head_that_cannot_be_used_is_refused(llama, changed, message):
+    rewritten(llama, change=lambda tensors: {name: tensor for name, tensor in {**tensors, **changed}.items() if tensor is not None})
+    with pytest.raises(AerieError, match=message):
+        target_of(llama).head_weights()
+
+
 @pytest.mark.parametrize(("ids", "expected"), [(None, [2, 4, 5]), ([1, 3, 7], [1, 3, 7])])
 def test_aux_layer_ids(llama, ids, expected):
     assert target_of(llama).aux_layer_ids(ids) == expected

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import map_vocabulary
 from aerie import vocabulary
 from aerie.errors import AerieError
 from aerie.keys import digest_of
@@ -19,14 +20,15 @@ from tiny_targets import make_tiny_llama
 
 
 def test_only_supervised_tokens_are_counted():
-    counts = vocabulary.count_supervised([([5, 1, 1, 2], [0, 1, 1, 1]), ([2, 3], [1, 0])], 6)
-    assert counts.tolist() == [0, 2, 2, 0, 0, 0]
-    assert counts.dtype == np.int64
+    rows = [([5, 1, 1, 2], [0, 1, 1, 1], "a"), ([2, 3], [1, 0], "a"), ([4, 4], [1, 1], "b")]
+    counts = vocabulary.count_supervised(rows, 6)
+    assert {source: own.tolist() for source, own in counts.items()} == {"a": [0, 2, 2, 0, 0, 0], "b": [0, 0, 0, 0, 2, 0]}
+    assert counts["a"].dtype == np.int64
 
 
 def test_token_beyond_the_vocabulary_is_an_error():
     with pytest.raises(AerieError, match="token id 9, the target's vocabulary has 6"):
-        vocabulary.count_supervised([([9], [1])], 6)
+        vocabulary.count_supervised([([9], [1], "a")], 6)
 
 
 def test_choice_pins_then_counts_then_fills():
@@ -45,7 +47,7 @@ def test_choice_pins_then_counts_then_fills():
     assert chosen(8) == list(range(8))
     with pytest.raises(AerieError, match="larger than the target's 8 real tokens"):
         chosen(9)
-    with pytest.raises(AerieError, match="no room for the 2 special tokens"):
+    with pytest.raises(AerieError, match="no room for the 2 special and single-byte tokens"):
         vocabulary.choose_tokens(counts, 1, [6, 7], real)
 
 
@@ -74,11 +76,28 @@ def test_special_tokens_are_the_named_and_the_used():
     assert vocabulary.special_tokens(tokenizer, [1, 5], counts) == {0, 1, 2, 5}
 
 
+def test_byte_tokens_are_those_of_the_tokenizer():
+    from tiny_targets import make_tiny_tokenizer
+
+    tokenizer = make_tiny_tokenizer()
+    found = vocabulary.byte_tokens(tokenizer.get_vocab())
+    assert found == set(range(4, 260))  # behind the 4 special ones, before the merges
+    assert set(tokenizer("Grüße, 世界 \x00\n🦅")["input_ids"]) <= found | set(range(260, 280))
+    fallback = {f"<0x{byte:02X}>": 3 + byte for byte in range(256)} | {"<s>": 1}
+    assert vocabulary.byte_tokens(fallback) == set(range(3, 259))
+    del fallback["<0x80>"]
+    assert vocabulary.byte_tokens(fallback) == set()
+
+
 def test_coverage_counts_what_is_lost():
-    counts = np.array([0, 5, 3, 0, 9, 2])
-    figures = vocabulary.coverage(counts, vocabulary.map_of(np.array([1, 4]), 6), "<{}>".format)
+    by_source = {"b": np.array([0, 5, 0, 0, 9, 2]), "a": np.array([0, 0, 3, 0, 0, 0])}
+    figures = vocabulary.coverage(by_source, vocabulary.map_of(np.array([1, 4]), 6), "<{}>".format)
     assert figures["supervised_tokens"] == 19 and figures["covered_tokens"] == 14
     assert figures["coverage"] == pytest.approx(14 / 19)
+    assert figures["by_source"] == {
+        "a": {"supervised_tokens": 3, "covered_tokens": 0, "coverage": 0.0},
+        "b": {"supervised_tokens": 16, "covered_tokens": 14, "coverage": 14 / 16},
+    }
     assert figures["distinct_tokens"] == 4 and figures["distinct_tokens_lost"] == 2
     assert figures["most_frequent_lost"] == [{"id": 2, "text": "<2>", "count": 3}, {"id": 5, "text": "<5>", "count": 2}]
 
@@ -117,23 +136,38 @@ def test_command(tmp_path: Path):
     described = {"name": "tiny", "digest": "t", "location": location, "trust_remote_code": False}
     (tmp_path / "fingerprint.json").write_text(json.dumps(described))
     samples = [
-        Sample([60, 70, 70, 80], [0, 1, 1, 1], "a", "train"),
+        Sample([60, 270, 270, 80], [0, 1, 1, 1], "a", "train"),
         Sample([90, 90, 90], [1, 1, 1], "a", "validation"),
     ]
     (tmp_path / "dataset").mkdir()
     write_samples(samples, tmp_path / "dataset" / "samples")
     (tmp_path / "dataset" / "manifest.json").write_text(json.dumps({"digest": "d"}))
 
-    recipe = {"stage": "map_vocabulary", "version": 1, "settings": {"vocab_size": 8}, "runtime": {}}
-    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
-    names = {"target": "fingerprint.json", "dataset": "dataset", "recipe": "recipe.json", "store": "store", "output": "map"}
-    arguments = [part for name, value in names.items() for part in (f"--{name}", str(tmp_path / value))]
-    subprocess.run([sys.executable, str(SCRIPTS / "map_vocabulary.py"), *arguments], check=True)
+    def run(size, least=0.9):
+        recipe = {"stage": "map_vocabulary", "version": map_vocabulary.VERSION, "settings": {"vocab_size": size}}
+        recipe["runtime"] = {"min_coverage": least, "init_from": None}
+        (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+        names = {"target": "fingerprint.json", "dataset": "dataset", "recipe": "recipe.json", "store": "store", "output": "map"}
+        arguments = [part for name, value in names.items() for part in (f"--{name}", str(tmp_path / value))]
+        return subprocess.run([sys.executable, str(SCRIPTS / "map_vocabulary.py"), *arguments], capture_output=True, text=True)
+
+    done = run(262)
+    assert done.returncode == 0, done.stderr
     made = vocabulary.load_map(tmp_path / "map", 320)
     manifest = json.loads((tmp_path / "map" / "manifest.json").read_text())
-    # bos, eos (end of turn) and pad are 1, 3 and 0; 70 and 80 are supervised; 2, 4, 5 are the lowest unused.
-    assert made.target_ids.tolist() == [0, 1, 2, 3, 4, 5, 70, 80]
+    # bos, eos (end of turn), pad (1, 3, 0) and the bytes (4 to 259) are pinned; 270 is supervised; 2 and 260 are the lowest unused.
+    assert made.target_ids.tolist() == [*range(261), 270]
     assert manifest["figures"]["coverage"] == 1.0 and manifest["figures"]["supervised_tokens"] == 3
-    # Golden: the output of VERSION 1. If this fails, raise VERSION in map_vocabulary.py and put the new digest here.
+    assert json.loads((tmp_path / "map/coverage.json").read_text())["by_source"]["a"]["covered_tokens"] == 3
+    # Golden: the output of VERSION 2. If this fails, raise VERSION in map_vocabulary.py and put the new digest here.
     arrays = [made.d2t.tolist(), made.t2d.tolist()]
-    assert digest_of(arrays) == "591c828ead87d9e30b110e28fcb53aae6f838ec2fdeab33cae0d26ff77259b1e"
+    assert digest_of(arrays) == "64389c76586538c92c5b03bdc8944921960ad990e7e689f65156aa3b30d67e84"
+
+    done = run(259)  # room for what is pinned only
+    assert done.returncode == 1
+    said = "vocabulary of 259 tokens covers 33.33% of the supervised tokens, and min_coverage is 90.00%"
+    assert said in done.stderr and "Raise vocab_size, or lower min_coverage" in done.stderr
+    assert run(259).returncode == 1  # also where the store has it
+    assert run(259, least=0.3).returncode == 0
+    done = run(258)
+    assert done.returncode == 1 and "no room for the 259 special and single-byte tokens" in done.stderr

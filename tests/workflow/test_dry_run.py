@@ -1,11 +1,13 @@
 """Dry runs of the demo and of every preset; nothing is resolved, fetched or loaded while parsing."""
 
+import json
 import re
 
 import pytest
 
+from aerie.stage import Recipe
 from checkout import ROOT
-from tiny_workflow import run
+from tiny_workflow import TinyWorkflow, run
 
 UTILITIES = ("plan", "status", "gc", "verify")
 PRESETS = sorted(path.stem for path in (ROOT / "config/presets").glob("*.yaml"))
@@ -35,6 +37,59 @@ def test_a_preset_plans_without_asking_the_hub(preset, tmp_path):
         result.rules["extract_hidden_states"] == (1 if preset in ("deepseek-v3", "kimi-k2.5") else 8) and result.rules["train_draft"] == 1
     )
     assert "gpu=8" in result.text if preset in ("deepseek-v3", "kimi-k2.5") else "gpu=1" in result.text
+
+
+def test_a_restored_draft_asks_for_no_gpu(tmp_path):
+    """Everything before the training is pretended; then the store is, too."""
+    workflow = TinyWorkflow(tmp_path)
+    workflow.config["targets"]["tiny"]["device"] = "cuda"
+    workflow.config["drafts"]["eagle3"]["training"] |= {"gpus": 4, "packs_per_step": 8}
+    workflow.write()
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target/config.json").write_text("{}")
+    plan, wanted = workflow.resolved(), {}
+    for (stage, name), text in plan.recipes.items():
+        wanted[stage] = tmp_path / f"results/.recipes/{stage}/{name}/{plan.recipe_digest(stage, name)}.json"
+        wanted[stage].parent.mkdir(parents=True)
+        wanted[stage].write_text(text)
+    manifests = {
+        "target": "targets/tiny/fingerprint.json",
+        "dataset": "datasets/tiny/talk/manifest.json",
+        "hidden_states": "hidden_states/tiny/talk/default_float32/manifest.json",
+        "vocab_map": "vocab_maps/a/manifest.json",
+    }
+    for name, path in manifests.items():
+        (tmp_path / "results" / path).parent.mkdir(parents=True)
+        (tmp_path / "results" / path).write_text(json.dumps({"digest": name}))
+    draft = "results/drafts/a/manifest.json"
+
+    def training():
+        result = workflow.run("-n", draft, "--allowed-rules", "train_draft", "--rerun-triggers", "mtime")
+        assert result.code == 0 and result.rules["train_draft"] == 1, result.text
+        return result.text
+
+    assert "gpu=4" in training()
+    key = Recipe.read(wanted["train_draft"]).key({name: name for name in manifests})
+    (tmp_path / "results/.store/train_draft" / key).mkdir(parents=True)
+    (tmp_path / "results/.store/train_draft" / key / "manifest.json").write_text("{}")
+    assert "gpu=0" in training()
+
+
+def test_a_draft_that_starts_from_another_waits_for_it(tmp_path):
+    workflow = TinyWorkflow(tmp_path)
+    workflow.config["drafts"]["next"] = workflow.config["drafts"]["eagle3"] | {"init_from": "results/drafts/a"}
+    workflow.write()
+    with open(tmp_path / "config/runs.tsv", "a") as runs:
+        runs.write("b\ttiny\ttalk\tnext\n")
+    result = workflow.run("-n")
+    assert result.code == 0 and result.rules["train_draft"] == result.rules["map_vocabulary"] == 2, result.text
+    jobs = re.split(r"^(?=rule )", result.text, flags=re.MULTILINE)
+    inputs = {(job.split(":")[0][5:], job.split("wildcards: run=")[1][0]): job for job in jobs if "wildcards: run=" in job}
+    for rule in ("map_vocabulary", "train_draft"):
+        assert "results/drafts/a/model.safetensors" in inputs[rule, "b"] and "results/drafts/a" not in inputs[rule, "a"].split("output:")[0]
+    workflow.config["drafts"]["next"]["init_from"] = "results/drafts/b"
+    workflow.write()
+    assert "draft next is to start from this very run's draft" in workflow.run("-n").text
 
 
 def test_an_unknown_key_is_named(tmp_path):

@@ -109,7 +109,7 @@ def raise_version(edit):
 
 
 def raise_version_with_effect(edit):
-    edit.edit_script("map_vocabulary.py", "VERSION = 1", "VERSION = 2")
+    edit.edit_script("map_vocabulary.py", "VERSION = 2", "VERSION = 3")
     edit.edit_script("map_vocabulary.py", "choose_tokens(counts, size,", "choose_tokens(counts, size - 1,")
 
 
@@ -167,7 +167,7 @@ MATRIX = {
     "reorder rows": (lambda edit: edit.write_rows(edit.rows()[::-1]), ALL_RESTORED | {"regenerate_responses": RUN}),
     "learning rate": (lambda edit: edit.draft["training"].update(learning_rate=0.002), TRAIN),
     "epochs": (lambda edit: edit.draft["training"].update(epochs=2), TRAIN),
-    "draft vocabulary": (lambda edit: edit.draft.update(vocab_size=150), {"map_vocabulary": RUN, **TRAIN}),
+    "draft vocabulary": (lambda edit: edit.draft.update(vocab_size=265), {"map_vocabulary": RUN, **TRAIN}),
     "draft layers": (lambda edit: edit.draft.update(layers=2), TRAIN),
     "aux layer ids": (lambda edit: edit.draft.update(aux_layer_ids=[1, 3, 6]), {"preflight_target": RUN, **EXTRACT}),
     "stored dtype": (lambda edit: edit.draft.update(stored_dtype="bfloat16"), {"preflight_target": RUN, **EXTRACT}),

@@ -51,10 +51,10 @@ def test_keys_are_those_that_the_stages_made(inside):
     ("edit", "verdicts", "stage", "why"),
     [
         (
-            lambda config: config["drafts"]["eagle3"].update(vocab_size=150),
+            lambda config: config["drafts"]["eagle3"].update(vocab_size=265),
             {"map_vocabulary": "run", "train_draft": "unknown", "evaluate_draft": "unknown"},
             "map_vocabulary",
-            "vocab_size 200 → 150",
+            "vocab_size 270 → 265",
         ),
         (
             lambda config: config["drafts"]["eagle3"].update(aux_layer_ids=[1, 3, 6]),

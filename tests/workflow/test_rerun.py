@@ -38,7 +38,7 @@ def test_only_the_learning_rate(llama):
     ("edit", "rules"),
     [
         (lambda config: config["evaluation"].update(max_new_tokens=8), {"evaluate_draft"}),
-        (lambda config: config["drafts"]["eagle3"].update(vocab_size=150), {"map_vocabulary", "train_draft", "evaluate_draft"}),
+        (lambda config: config["drafts"]["eagle3"].update(vocab_size=265), {"map_vocabulary", "train_draft", "evaluate_draft"}),
         (
             lambda config: config["drafts"]["eagle3"].update(aux_layer_ids=[1, 3, 6]),
             {"preflight_target", "find_missing_states", "extract_hidden_states", "index_hidden_states", "train_draft", "evaluate_draft"},

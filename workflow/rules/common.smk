@@ -1,5 +1,6 @@
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from aerie.devices import has_driver
 from aerie.errors import AerieError
 from aerie.files import end_future
 from aerie.sources import Source
+from aerie.stage import input_digests, is_in_store
 from aerie.store import register
 from aerie.targets import PATTERNS
 
@@ -173,6 +175,30 @@ def get_run_file(pattern):
         return pattern.format(**run._asdict(), capture=PLAN.capture(run))
 
     return found
+
+
+def get_init_from(wildcards):
+    """The files of the draft that a run's draft starts from, if it does."""
+    folder = PLAN.init_from(PLAN.runs[wildcards.run])
+    return [folder / "config.json", folder / "model.safetensors"] if folder else []
+
+
+def get_init_from_option(wildcards):
+    """The same as an option of the commands."""
+    folder = PLAN.init_from(PLAN.runs[wildcards.run])
+    return f"--init-from {shlex.quote(str(folder))}" if folder else ""
+
+
+def get_training_gpus(wildcards, input):
+    """GPUs for a training: none where the store has its draft. Evaluated when the inputs exist."""
+    gpus = PLAN.training_gpus(PLAN.runs[wildcards.run])
+    names = ("target", "dataset", "hidden_states", "vocab_map")
+    manifests = {name: Path(input[name]) for name in names}
+    files = [Path(input.recipe), *manifests.values(), *map(Path, input.init_from)]
+    if not gpus or not all(file.exists() for file in files):
+        return gpus
+    digests = input_digests(manifests, PLAN.init_from(PLAN.runs[wildcards.run]))
+    return 0 if is_in_store(Path(input.recipe), digests, Path(config["store"])) else gpus
 
 
 def get_training_threads(wildcards):

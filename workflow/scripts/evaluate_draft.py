@@ -31,6 +31,7 @@ from aerie.keys import digest_of, file_sha256
 from aerie.provenance import versions
 from aerie.stage import Recipe, StageResult, locked, read_manifest, run_stage, write_atomically
 from aerie.targets import Target
+from aerie.vocabulary import draft_map
 
 VERSION = 1
 
@@ -99,8 +100,7 @@ def check_draft(folder: Path) -> None:
         kind = f"unreadable ({error})"
     if kind != "eagle3":
         raise AerieError(f"{config}: speculators_model_type is {kind}; expected an EAGLE-3 draft as train_draft writes it. Run snakemake.")
-    if not (folder / "model.safetensors").is_file():
-        raise AerieError(f"{folder}: no model.safetensors beside config.json. Delete the folder's manifest.json and run snakemake.")
+    draft_map(folder)
 
 
 def baseline_key(recipe: Recipe, target: Target, prompts_digest: str) -> str:

@@ -10,17 +10,19 @@ from pathlib import Path
 import numpy as np
 
 from aerie import cli, vocabulary
+from aerie.errors import AerieError
 from aerie.samples import load_samples
-from aerie.stage import Recipe, StageResult, read_manifest, run_stage
+from aerie.stage import Recipe, StageResult, input_digests, run_stage
 from aerie.targets import Target
 
-VERSION = 1
+VERSION = 2
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = cli.stage_parser(__doc__)
     parser.add_argument("--target", type=Path, required=True, help="the target's fingerprint.json")
     parser.add_argument("--dataset", type=Path, required=True, help="the dataset's folder")
+    parser.add_argument("--init-from", type=Path, help="folder of the draft whose vocabulary is kept")
     return parser
 
 
@@ -33,16 +35,24 @@ def main(args: argparse.Namespace) -> None:
         tokenizer = target.tokenizer()
         samples = load_samples(args.dataset).with_format("numpy")
         train = samples.select(np.flatnonzero(np.asarray(samples["split"]) == "train"))
-        pairs = (pair for batch in train.iter(1000) for pair in zip(batch["input_ids"], batch["loss_mask"], strict=True))
-        counts = vocabulary.count_supervised(pairs, target.vocab_size)
-        if size is None:
+        rows = (row for batch in train.iter(1000) for row in zip(batch["input_ids"], batch["loss_mask"], batch["source"], strict=True))
+        by_source = vocabulary.count_supervised(rows, target.vocab_size)
+        if args.init_from:
+            chosen = vocabulary.draft_map(args.init_from)
+            if len(chosen.t2d) != target.vocab_size:
+                raise AerieError(
+                    f"{args.init_from}: a draft for {len(chosen.t2d)} target ids; target {target.name} has {target.vocab_size}"
+                )
+        elif size is None:
             chosen = vocabulary.full_map(target.vocab_size)
         else:
-            pinned = vocabulary.special_tokens(tokenizer, target.end_tokens(tokenizer), counts)
-            tokens = vocabulary.choose_tokens(counts, size, pinned, tokenizer.get_vocab().values())
+            counts = sum(by_source.values(), np.zeros(target.vocab_size, dtype=np.int64))
+            real = tokenizer.get_vocab()
+            pinned = vocabulary.special_tokens(tokenizer, target.end_tokens(tokenizer), counts) | vocabulary.byte_tokens(real)
+            tokens = vocabulary.choose_tokens(counts, size, pinned, real.values())
             chosen = vocabulary.map_of(tokens, target.vocab_size)
         vocabulary.save_map(chosen, out)
-        figures = vocabulary.coverage(counts, chosen, lambda token: tokenizer.decode([token]))
+        figures = vocabulary.coverage(by_source, chosen, lambda token: tokenizer.decode([token]))
         vocabulary.write_coverage(figures, out)
         cli.say(
             f"map_vocabulary: {chosen.size:,} of {target.vocab_size:,} tokens cover {figures['coverage']:.2%} of "
@@ -50,8 +60,14 @@ def main(args: argparse.Namespace) -> None:
         )
         return StageResult(figures={name: value for name, value in figures.items() if name != "most_frequent_lost"})
 
-    inputs = {"target": target.digest, "dataset": read_manifest(args.dataset)["digest"]}
-    run_stage(recipe, VERSION, inputs, args.output, args.store, compute, args.log)
+    inputs = input_digests({"target": args.target, "dataset": args.dataset}, args.init_from)
+    found = run_stage(recipe, VERSION, inputs, args.output, args.store, compute, args.log)["figures"]
+    wanted = recipe.runtime["min_coverage"]
+    if found["coverage"] < wanted:
+        raise AerieError(
+            f"the draft's vocabulary of {found['draft_vocab_size']:,} tokens covers {found['coverage']:.2%} of the supervised tokens, and "
+            f"min_coverage is {wanted:.2%}: what it lacks, the draft can never propose. Raise vocab_size, or lower min_coverage."
+        )
 
 
 if __name__ == "__main__":

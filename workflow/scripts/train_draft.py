@@ -1,22 +1,22 @@
 #!/usr/bin/env python
 """Trains an EAGLE-3 draft on a dataset's hidden states and exports it as vLLM serves it.
 
-Writes config.json, model.safetensors, metrics.jsonl and manifest.json.
+Writes config.json, model.safetensors, README.md (the model card), metrics.jsonl and manifest.json.
 """
 
 import argparse
 import shutil
 from pathlib import Path
-from typing import Any
 
 from aerie import cli
 from aerie.devices import lease
+from aerie.model_card import model_card
 from aerie.samples import load_samples
-from aerie.stage import Recipe, StageResult, read_manifest, run_stage
+from aerie.stage import Recipe, StageResult, input_digests, read_manifest, run_stage
 from aerie.targets import Target
 from aerie.vocabulary import load_map
 
-VERSION = 1
+VERSION = 2
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -24,6 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dataset", type=Path, required=True, help="the dataset's folder")
     parser.add_argument("--hidden-states", type=Path, required=True, help="the capture's folder, with index.parquet")
     parser.add_argument("--vocab-map", type=Path, required=True, help="folder with d2t.npy and t2d.npy")
+    parser.add_argument("--init-from", type=Path, help="folder of the draft whose weights are the first")
     return parser
 
 
@@ -43,13 +44,16 @@ def main(args: argparse.Namespace) -> None:
             # Not earlier: speculators looks for GPUs when it is imported, and CUDA then keeps to those it found.
             from aerie.train_run import train
 
-            figures, digest = train(target, samples, states, vocab_map, settings, recipe.runtime, work, out)
+            runtime = recipe.runtime | {"ranks": max(1, recipe.runtime["gpus"])}
+            figures, digest = train(target, samples, states, vocab_map, settings, runtime, work, out, args.init_from)
         shutil.copyfile(work / "metrics.jsonl", out / "metrics.jsonl")
+        covered = read_manifest(args.vocab_map)["figures"]
+        card = model_card(target, recipe.settings, recipe.key(inputs), inputs, covered, figures)
+        (out / "README.md").write_text(card)
         return StageResult(digest=digest, figures=figures)
 
-    inputs: dict[str, Any] = {"target": target.digest}
-    for name, folder in (("dataset", args.dataset), ("hidden_states", args.hidden_states), ("vocab_map", args.vocab_map)):
-        inputs[name] = read_manifest(folder)["digest"]
+    folders = {"dataset": args.dataset, "hidden_states": args.hidden_states, "vocab_map": args.vocab_map}
+    inputs = input_digests({"target": args.target, **folders}, args.init_from)
     run_stage(recipe, VERSION, inputs, args.output, args.store, compute, args.log)
 
 

@@ -73,7 +73,12 @@ def head_weights(subject: Subject) -> Finding:
     for part, name in names.items():
         path = target.folder / where[name]
         if path.is_file():
-            shape = read_header(path)[0].get(name, {}).get("shape")
+            entry = read_header(path)[0].get(name, {})
+            shape, dtype = entry.get("shape"), entry.get("dtype")
+            if dtype not in ("F32", "BF16", "F16"):
+                return Finding(
+                    "failed", f"{name} is quantised ({dtype}), and a draft copies it", "Take a model whose head is not quantised"
+                )
             if shape != wanted[part]:
                 return Finding(
                     "failed",

@@ -30,6 +30,12 @@ def terminal() -> TextIO:
     return _terminal or sys.stderr
 
 
+def speak_to(stream: TextIO) -> None:
+    """From now on what a person is told goes to this stream: a process's way to its parent's terminal."""
+    global _terminal
+    _terminal = stream
+
+
 def say(line: str) -> None:
     """One line for the person who watches, and for the log."""
     print(line, file=terminal(), flush=True)

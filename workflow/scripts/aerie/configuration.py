@@ -115,8 +115,10 @@ class Plan:
                 self._add(found, "regenerate_responses", pair, self._regenerate(run), runtime)
             self._add(found, "prepare_dataset", pair, self._dataset(run.dataset), {"sources": self.sources(run.target, run.dataset)})
             self._add(found, "extract_hidden_states", f"{pair}/{self.capture(run)}", self._extract(run), self._extract_runtime(run))
-            self._add(found, "map_vocabulary", run.run, {"vocab_size": self.draft(run)["vocab_size"]}, {})
-            self._add(found, "train_draft", run.run, self._train(run), {"device": self.device(run.target), "gpus": self.training_gpus(run)})
+            draft = self.draft(run)
+            mapping = {name: draft[name] for name in ("min_coverage", "init_from")}
+            self._add(found, "map_vocabulary", run.run, {"vocab_size": draft["vocab_size"]}, mapping)
+            self._add(found, "train_draft", run.run, self._train(run), self._train_runtime(run))
             self._add(found, "evaluate_draft", run.run, self._evaluate(run), self.engine(run.target))
         self._add(found, "build_report", "report", {"runs": [list(run) for run in self.runs.values()]}, {})
         return found
@@ -192,7 +194,12 @@ class Plan:
         return int(self.config["targets"][target]["tensor_parallel"]) if self.device(target) == "cuda" else 0
 
     def training_gpus(self, run: Run) -> int:
-        return 1 if self.device(run.target) == "cuda" else 0
+        return int(self.draft(run)["training"]["gpus"]) if self.device(run.target) == "cuda" else 0
+
+    def init_from(self, run: Run) -> Path | None:
+        """Folder of the draft that a run's draft starts from."""
+        folder = self.draft(run)["init_from"]
+        return Path(folder) if folder else None
 
     def parts(self) -> int:
         return int(self.config["extraction"]["parts"])
@@ -287,9 +294,23 @@ class Plan:
                 f"run {run.run}: batch_tokens of draft {run.draft} is {draft['training']['batch_tokens']}, max_length of dataset "
                 f"{run.dataset} is {longest}; a sample must fit into a batch. Raise batch_tokens or lower max_length."
             )
+        packs, gpus = draft["training"]["packs_per_step"], self.training_gpus(run)
+        if gpus and packs % gpus:
+            raise AerieError(
+                f"run {run.run}: training.packs_per_step of draft {run.draft} is {packs}, training.gpus {gpus}; each GPU is to have as many "
+                "packs of a step as the others. Set packs_per_step to a multiple of gpus."
+            )
+        if self.init_from(run) == Path(f"results/drafts/{run.run}"):
+            raise AerieError(
+                f"run {run.run}: draft {run.draft} is to start from this very run's draft; init_from names another draft's folder"
+            )
         compute_dtype = "bfloat16" if self.device(run.target) == "cuda" else "float32"
-        training = draft["training"] | {"max_length": longest, "compute_dtype": compute_dtype}
-        return {"layers": draft["layers"], "aux_layer_ids": draft["aux_layer_ids"], "training": training}
+        chosen = {name: value for name, value in draft["training"].items() if name != "gpus"}
+        training = chosen | {"max_length": longest, "compute_dtype": compute_dtype}
+        return {name: draft[name] for name in ("layers", "aux_layer_ids", "sliding_window")} | {"training": training}
+
+    def _train_runtime(self, run: Run) -> dict[str, Any]:
+        return {"device": self.device(run.target), "gpus": self.training_gpus(run), "init_from": self.draft(run)["init_from"]}
 
     def _evaluate(self, run: Run) -> dict[str, Any]:
         settings = {name: value for name, value in self.config["evaluation"].items() if name != "prompts"}

@@ -11,7 +11,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from safetensors import safe_open
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.models.utils import GEMMA_STYLE_FINAL_NORM_MODEL_TYPES, resolve_draft_intermediate_size
@@ -19,8 +21,7 @@ from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig
 
 from .errors import AerieError
-from .keys import digest_of, file_sha256
-from .vocabulary import VocabMap
+from .vocabulary import VocabMap, draft_map
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -28,23 +29,27 @@ if TYPE_CHECKING:
     from .targets import Target
 
 
+# As speculators and vLLM name them; all three true is EAGLE 3.1, speculators' default for Llama-style drafts.
+NORMS = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
+
+
 @dataclass(frozen=True)
 class DraftShape:
     """What the user chooses of a draft.
 
-    layers: decoder layers. aux_layer_ids: layer ids whose states it reads. norm_before_residual, norm_before_fc,
-    norm_output: as speculators and vLLM name them; all three true is EAGLE 3.1, speculators' default for Llama-style drafts.
+    layers: decoder layers. aux_layer_ids: layer ids whose states it reads. sliding_window: tokens that a position attends to,
+    itself included; None: all before it.
     """
 
     layers: int
     aux_layer_ids: tuple[int, ...]
-    norm_before_residual: bool = True
-    norm_before_fc: bool = True
-    norm_output: bool = True
+    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
         if self.layers < 1:
             raise AerieError(f"layers is {self.layers}: a draft needs at least one")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise AerieError(f"sliding_window is {self.sliding_window}: expected at least 1 token, or null for full attention")
         if not self.aux_layer_ids or len(set(self.aux_layer_ids)) != len(self.aux_layer_ids):
             raise AerieError(f"aux_layer_ids are {list(self.aux_layer_ids)}: expected one or more different layer ids")
         object.__setattr__(self, "aux_layer_ids", tuple(sorted(self.aux_layer_ids)))
@@ -89,10 +94,19 @@ def decoder_config(target: "PretrainedConfig", shape: DraftShape) -> LlamaConfig
     )
     # vLLM takes the decoder's configuration as the draft's. Older versions read the model's flags only from here, and
     # every version the number of aux states.
-    config.norm_before_fc = shape.norm_before_fc
-    config.norm_output = shape.norm_output
+    config.norm_before_fc = NORMS["norm_before_fc"]
+    config.norm_output = NORMS["norm_output"]
     config.num_aux_hidden_states = len(shape.aux_layer_ids)
+    if shape.sliding_window is not None:
+        config.layer_types = ["sliding_attention"] * shape.layers
+        config.sliding_window = shape.sliding_window
     return config
+
+
+def sliding_window(decoder: "PretrainedConfig") -> int | None:
+    """The window of a draft's attention in tokens, itself included, from its decoder's configuration; None: full attention."""
+    sliding = "sliding_attention" in (getattr(decoder, "layer_types", None) or [])
+    return int(decoder.sliding_window) if sliding else None
 
 
 def rotary_parameters(target: "PretrainedConfig") -> dict[str, Any]:
@@ -124,9 +138,7 @@ def build_draft(target: "Target", shape: DraftShape, vocab_map: VocabMap, ttt_st
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=decoder,
         draft_vocab_size=vocab_map.size,
-        norm_before_residual=shape.norm_before_residual,
-        norm_before_fc=shape.norm_before_fc,
-        norm_output=shape.norm_output,
+        **NORMS,
         eagle_aux_hidden_state_layer_ids=list(shape.aux_layer_ids),
         speculators_config=SpeculatorsConfig(
             algorithm="eagle3",
@@ -148,10 +160,6 @@ def _load_target_weights(
     model: Eagle3DraftModel, weights: dict[str, torch.Tensor], text_config: "PretrainedConfig", vocab_map: VocabMap
 ) -> None:
     """What `model.load_verifier_weights()` does, which would read the target again and refuse remote code."""
-    expected = (len(vocab_map.t2d), text_config.hidden_size)
-    for part in ("embed_tokens", "lm_head"):
-        if tuple(weights[part].shape) != expected:
-            raise AerieError(f"the target's {part} is {list(weights[part].shape)}, its configuration says {list(expected)}")
     head = weights["lm_head"][torch.from_numpy(vocab_map.target_ids)]
     with torch.no_grad():
         model.embed_tokens.weight.copy_(weights["embed_tokens"])
@@ -181,13 +189,33 @@ def export_draft(model: Eagle3DraftModel, dtype: torch.dtype, folder: Path) -> N
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def draft_digest(folder: Path) -> str:
-    """Content digest of an exported draft: weights and configuration, without paths and package versions."""
-    config = json.loads((folder / "config.json").read_text())
-    for name in ("transformers_version", "speculators_version"):
-        config.pop(name, None)
-    config["speculators_config"]["verifier"].pop("name_or_path", None)
-    return digest_of({"config": config, "weights": file_sha256(folder / "model.safetensors")})
+def start_from(model: Eagle3DraftModel, folder: Path) -> None:
+    """Gives a new draft the trained weights of an exported one. AerieError unless both have the same map, shape and layers."""
+    old_map = draft_map(folder)
+    t2d = np.ones(len(old_map.t2d), dtype=bool) if model.t2d is None else model.t2d.cpu().numpy()
+    if not np.array_equal(old_map.t2d, t2d):
+        raise AerieError(
+            f"{folder}: its vocabulary ({old_map.size} of {len(old_map.t2d)} ids) is not this draft's ({int(t2d.sum())} of {len(t2d)}); "
+            "a draft keeps the vocabulary of the one that it starts from. Run snakemake, which makes the map from it."
+        )
+    old, new = json.loads((folder / "config.json").read_text()), model.config.to_dict()
+    names = ("eagle_aux_hidden_state_layer_ids", *NORMS)
+    differ = [f"{name} {old.get(name)}, not {new.get(name)}" for name in names if old.get(name) != new.get(name)]
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        wanted = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        differ += [
+            f"{name} {shapes.get(name)}, not {tuple(value.shape)}" for name, value in wanted.items() if shapes.get(name) != value.shape
+        ]
+        extra = sorted(name for name in shapes.keys() - model.state_dict().keys() if name.startswith("layers."))
+        differ += [f"also {name}" for name in extra[:1]]
+        if differ:
+            raise AerieError(
+                f"{folder}: this draft cannot start from it; it has {'; '.join(differ)}. Set layers and aux_layer_ids to its own."
+            )
+        with torch.no_grad():
+            for name, value in wanted.items():
+                value.copy_(file.get_tensor(name))
 
 
 def aux_columns(layer_ids: Sequence[int], shape: DraftShape, num_layers: int) -> tuple[list[int], int]:

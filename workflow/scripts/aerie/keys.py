@@ -28,3 +28,15 @@ def file_sha256(path: Path) -> str:
 def sample_key(token_ids: Sequence[int] | np.ndarray) -> str:
     """Key of a token sequence: the first 32 hex digits of the sha256 of its ids as little-endian int32."""
     return hashlib.sha256(np.asarray(token_ids, dtype="<i4").tobytes()).hexdigest()[:32]
+
+
+def draft_digest(folder: Path, weights: str | None = None) -> str:
+    """Content digest of an exported draft: weights and configuration, without paths and package versions.
+
+    weights: sha256 of its model.safetensors, where that is known.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("transformers_version", "speculators_version"):
+        config.pop(name, None)
+    config["speculators_config"]["verifier"].pop("name_or_path", None)
+    return digest_of({"config": config, "weights": weights or file_sha256(folder / "model.safetensors")})

@@ -21,7 +21,7 @@ from .configuration import FOLDERS, Plan, Run
 from .errors import AerieError
 from .extraction import Job
 from .hidden_states import HiddenStateStore
-from .keys import digest_of, file_sha256
+from .keys import digest_of, draft_digest, file_sha256
 from .progress import duration
 from .samples import sample_lengths
 from .sources import Source, sources_digest
@@ -163,6 +163,9 @@ class Planner:
             prompts = self._file(Path(self.plan.config["evaluation"]["prompts"]))
             return inputs | {"draft": self.digest(("train_draft", name)), "prompts": prompts}
         inputs["dataset"] = self.digest(("prepare_dataset", pair))
+        first = self.plan.init_from(run)
+        if first and stage in ("map_vocabulary", "train_draft"):
+            inputs["init_from"] = self._draft(first)
         if stage == "train_draft":
             inputs["hidden_states"] = self.digest(("extract_hidden_states", f"{pair}/{self.plan.capture(run)}"))
             inputs["vocab_map"] = self.digest(("map_vocabulary", name))
@@ -222,6 +225,16 @@ class Planner:
         found = {file: self.digest(("regenerate_responses", pair)) if file == answers else self._file(file) for file in files}
         unknown = next((one for one in found.values() if isinstance(one, Until)), None)
         return unknown or sources_digest(sources, lambda file: str(found[file]))
+
+    def _draft(self, folder: Path) -> str | Until:
+        """Digest of a draft that another starts from: a run's of this plan, or one that is there."""
+        made_by = folder.name if folder.parent == self.results / FOLDERS["train_draft"] else ""
+        if made_by in self.plan.runs:
+            return self.digest(("train_draft", made_by))
+        if not (folder / "config.json").exists():
+            return Until("map_vocabulary")
+        weights = self._file(folder / "model.safetensors", "map_vocabulary")
+        return weights if isinstance(weights, Until) else draft_digest(folder, weights)
 
     def _file(self, path: Path, reader: str = "") -> str | Until:
         """sha256 of a file, if it is there and cheap to have; else unknown until `reader` (by default the stage that makes it)."""

@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 from . import cli
 from .errors import AerieError
 from .files import locked, sync_file, sync_folder, write_atomically
-from .keys import digest_of, file_sha256
+from .keys import digest_of, draft_digest, file_sha256
 from .provenance import provenance
 from .store import Use, open_store, record_use
 
@@ -68,6 +68,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise AerieError(f"{path}: this is no manifest ({error}). Delete it and run snakemake again.") from error
     return manifest
+
+
+def input_digests(manifests: Mapping[str, Path], init_from: Path | None) -> dict[str, str]:
+    """{name: content digest} of a stage's inputs, from their manifests and from the draft that it starts from, if there is one."""
+    digests = {name: str(read_manifest(path)["digest"]) for name, path in manifests.items()}
+    return digests | ({"init_from": draft_digest(init_from)} if init_from else {})
+
+
+def is_in_store(recipe: Path, inputs: dict[str, str], store: Path) -> bool:
+    """Whether what a recipe makes of these inputs is in the store, so that `run_stage` would only copy it."""
+    read = Recipe.read(recipe)
+    return (store / read.stage / read.key(inputs) / "manifest.json").exists()
 
 
 def run_stage(

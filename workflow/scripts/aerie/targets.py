@@ -97,15 +97,34 @@ class Target:
     def head_weights(self) -> "dict[str, torch.Tensor]":
         """embed_tokens [vocab, hidden], norm [hidden] and lm_head [vocab, hidden] in their stored dtype.
 
-        Only these tensors are read. A tied head is the embedding. AerieError where one of them cannot be found.
+        Only these tensors are read. A tied head is the embedding. AerieError where one cannot be found, is quantised, or has
+        another shape than the configuration says.
         """
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         where = weight_map(self.folder)
+        shapes = {"embed_tokens": [self.vocab_size, self.hidden_size], "norm": [self.hidden_size]}
+        shapes["lm_head"] = shapes["embed_tokens"]
         found = {}
         for part, name in head_names(where, self.text_config, self.folder).items():
-            with safe_open(self.folder / where[name], framework="pt") as file:
-                found[part] = file.get_tensor(name)
+            try:
+                with safe_open(self.folder / where[name], framework="pt") as file:
+                    tensor = file.get_tensor(name)
+            except (OSError, SafetensorError) as error:
+                raise AerieError(
+                    f"{self.folder / where[name]}: {name} is to be there and cannot be read ({error}). Download or save the model anew."
+                ) from error
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if dtype not in ("float32", "bfloat16", "float16"):
+                raise AerieError(
+                    f"{self.folder}: {name} is {dtype} {list(tensor.shape)}: it is quantised, and a draft copies it as it is. Expected "
+                    f"{shapes[part]} in float32, bfloat16 or float16: take a model whose embeddings, norm and head are not quantised."
+                )
+            if list(tensor.shape) != shapes[part]:
+                raise AerieError(
+                    f"{self.folder}: {name} is {list(tensor.shape)}, expected {shapes[part]} by config.json; mend the one or the other"
+                )
+            found[part] = tensor
         return found
 
     def aux_layer_ids(self, chosen: list[int] | None) -> list[int]:
@@ -126,18 +145,28 @@ class Target:
 
 def head_names(where: dict[str, str], text_config: Any, folder: Path) -> dict[str, str]:
     """Names of the tensors embed_tokens, norm and lm_head among `where`; a tied head is the embedding."""
+    embeddings = one_tensor(where, r"(^|\.)embed_tokens\.weight$")
+    beside = f"{(embeddings or '').removesuffix('embed_tokens.weight')}norm.weight"  # a vision tower may have a norm with a shorter name
     names = {
-        "embed_tokens": one_tensor(where, r"(^|\.)embed_tokens\.weight$"),
-        "norm": one_tensor(where, r"(^|\.)model\.norm\.weight$|^norm\.weight$"),
+        "embed_tokens": embeddings,
+        "norm": beside if embeddings and beside in where else one_tensor(where, r"(^|\.)model\.norm\.weight$|^norm\.weight$"),
         "lm_head": one_tensor(where, r"(^|\.)lm_head\.weight$"),
     }
-    if names["lm_head"] is None and getattr(text_config, "tie_word_embeddings", False):
-        names["lm_head"] = names["embed_tokens"]
+    if names["lm_head"] is None:
+        packed = one_tensor(where, r"(^|\.)lm_head\.(weight_packed|qweight|weight_scale|scales)$")
+        if packed:
+            raise AerieError(
+                f"{folder}: the head is there as {packed}: it is quantised, and a draft copies it as it is. Take a model whose head is not."
+            )
+        if getattr(text_config, "tie_word_embeddings", False):
+            names["lm_head"] = names["embed_tokens"]
     missing = [part for part, name in names.items() if name is None]
     if missing:
+        near = sorted(name for name in where if not re.search(r"\.\d+\.", name))[:8]
         raise AerieError(
             f"{folder}: no {' and no '.join(missing)} among the {len(where)} tensors of its safetensors files; expected names like "
-            "model.embed_tokens.weight (the head may be missing only where tie_word_embeddings is true)"
+            "model.embed_tokens.weight (the head may be missing only where tie_word_embeddings is true). "
+            f"Outside its layers it has {', '.join(near) or 'nothing'}."
         )
     return {part: name for part, name in names.items() if name is not None}
 

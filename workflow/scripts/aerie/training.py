@@ -1,10 +1,8 @@
-"""Training a draft: speculators' trainer (model, losses, optimizers, schedule), made exact and safe against any kill.
+"""Training a draft: speculators' model and optimizers in a loop of our own that is exact, and safe against any kill.
 
-Overridden of speculators' Trainer, and why:
-  setup_trainer    its device is an index of an accelerator; here it may be the CPU
-  setup_optimizer  going on from our checkpoints, whose learning rate depends on the step, not on the epoch
-  train_epoch      its step timer needs an accelerator; progress, metrics and checkpoints by time
-  run_training     it saves in bfloat16, trusts the newest folder, and saves when interrupted in the middle of a step
+The weights and the optimizers' state are float32, the learning rate depends on the step, and a step's packs are the same
+whatever the number of devices: so an interrupted training goes on to the very weights of an unbroken one, and one on
+several devices to those of one device, but for the rounding of sums in another order.
 """
 
 import dataclasses
@@ -12,24 +10,26 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from speculators.models.eagle3 import Eagle3DraftModel
 from speculators.train.optimizers import build_optimizers
-from speculators.train.trainer import Trainer, TrainerConfig
-from speculators.train.utils import normalize_counted_metrics
+from speculators.train.trainer import TrainerConfig
 from torch.utils.data import DataLoader
-from transformers import get_scheduler
+from transformers import get_linear_schedule_with_warmup
 
 from . import cli
 from .checkpoints import Checkpoints, random_state, restore_random_state
-from .cpu_speed import PACKED_ATTENTION, Float32Muon, supervised_loss
+from .draft_model import sliding_window
 from .errors import AerieError
+from .muon import Float32Muon
 from .progress import Progress
-from .training_data import Batch, batch_counts, model_inputs, order_of, rows_of
+from .ranks import ALONE, Ranks
+from .supervised_loss import supervised_loss
+from .training_data import Batch, PackOrder, on_device, step_counts
 
 logger = logging.getLogger(__name__)
 
@@ -37,28 +37,27 @@ _LOGGED_STEPS = 10
 _GRADIENT_NORM = 1.0
 # A checkpoint takes at most this share of the time, however large the draft is.
 _CHECKPOINT_SHARE = 0.05
+_STATE = ("epoch", "epoch_step", "step", "tokens", "seconds", "waited", "left_out", "best")  # of a DraftTrainer
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingSettings:
-    """The recipe's `training`: what can change the trained draft.
+    """The recipe's `training`: what can change the trained draft; config/README.md explains the keys.
 
-    learning_rate: peak, of both Muon (matrices) and AdamW (the rest). warmup: share of all steps. ttt_steps: draft tokens
-    that training unrolls. ttt_step_loss_decay: weight of step k is this to the power k. batch_tokens: rows a step.
-    max_length: samples are cut to it, in tokens. compute_dtype: auto is bfloat16 on a GPU, float32 on a CPU.
+    max_length: samples are cut to it, in tokens. compute_dtype: of forward and backward; auto is bfloat16 on a GPU, float32
+    on a CPU.
     """
 
     epochs: int = 3
     learning_rate: float = 1e-3
-    optimizer: Literal["muon", "adamw"] = "muon"
-    weight_decay: float = 0.01
-    muon_weight_decay: float = 0.1
-    schedule: Literal["linear", "cosine", "none"] = "linear"
     warmup: float = 0.01
-    loss: str = "kl_div"
+    optimizer: Literal["muon", "adamw"] = "muon"
     ttt_steps: int = 3
     ttt_step_loss_decay: float = 1.0
     batch_tokens: int = 2048
+    packs_per_step: int = 1
+    validations_per_epoch: int = 1
+    on_bad_sample: Literal["fail", "skip"] = "fail"
     max_length: int = 2048
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     seed: int = 0
@@ -66,12 +65,12 @@ class TrainingSettings:
     def __post_init__(self) -> None:
         for name, allowed in (
             ("optimizer", ("muon", "adamw")),
-            ("schedule", ("linear", "cosine", "none")),
+            ("on_bad_sample", ("fail", "skip")),
             ("compute_dtype", ("auto", "float32", "bfloat16")),
         ):
             if getattr(self, name) not in allowed:
                 raise AerieError(f"training.{name} is {getattr(self, name)!r}; expected one of {', '.join(allowed)}")
-        for name in ("epochs", "ttt_steps", "batch_tokens", "max_length"):
+        for name in ("epochs", "ttt_steps", "batch_tokens", "packs_per_step", "validations_per_epoch", "max_length"):
             if getattr(self, name) < 1:
                 raise AerieError(f"training.{name} is {getattr(self, name)}; expected at least 1")
         if self.max_length > self.batch_tokens + 1:
@@ -95,15 +94,6 @@ class TrainingSettings:
             return torch.bfloat16 if device.type == "cuda" else torch.float32
         return torch.float32 if self.compute_dtype == "float32" else torch.bfloat16
 
-    def call_kwargs(self) -> dict[str, Any]:
-        """What speculators' model takes with each batch. Its fused losses need a GPU and fail under torch.compile."""
-        return Eagle3DraftModel.get_trainer_kwargs(
-            loss_fn=self.loss,
-            loss_implementation="eager",
-            ttt_steps=self.ttt_steps,
-            ttt_step_loss_decay=self.ttt_step_loss_decay,
-        )[0]
-
 
 def pick_device(wanted: str) -> torch.device:
     """The device for auto, cpu or cuda; AerieError where cuda is asked for and there is none."""
@@ -112,11 +102,6 @@ def pick_device(wanted: str) -> torch.device:
     if not torch.cuda.is_available():
         raise AerieError("device is cuda, but torch sees no GPU; set device: cpu or auto, or install the CUDA environment")
     return torch.device("cuda", 0)
-
-
-def attention_for(device: torch.device) -> str:
-    """Name of the draft's attention: speculators' flex attention is compiled for GPUs."""
-    return "simple_flex_attention" if device.type == "cuda" else PACKED_ATTENTION
 
 
 class MetricsFile:
@@ -142,11 +127,12 @@ class MetricsFile:
                 file.truncate(length)
 
 
-class DraftTrainer(Trainer):
-    """Speculators' trainer for one device. `run_training` returns when all epochs are done, in this process or earlier ones.
+class DraftTrainer:
+    """Trains until all epochs are done, in this process or earlier ones (`run`); the model then has the best weights.
 
-    work: folder that outlives the process. validate: called with model and compute dtype after each epoch.
-    checkpoint_seconds: time between checkpoints; there is one at the end of each epoch anyway.
+    model: on `device`. loader: of batches in a PackOrder of these ranks. work: folder that outlives the process; rank 0
+    writes there. validate: figures of the model, with acceptance_length, the same on every rank.
+    checkpoint_seconds: time between checkpoints; there is one after each validation anyway.
     """
 
     def __init__(
@@ -154,177 +140,217 @@ class DraftTrainer(Trainer):
         model: Eagle3DraftModel,
         settings: TrainingSettings,
         loader: DataLoader,
-        validate: Callable[[Eagle3DraftModel, torch.dtype], dict[str, Any]],
+        validate: Callable[[Eagle3DraftModel], dict[str, Any]],
         work: Path,
         device: torch.device,
         checkpoint_seconds: float,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.settings, self.device, self.validate = settings, device, validate
-        self.draft = model
-        self.checkpoint_seconds = checkpoint_seconds
+        self.model, self.settings, self.loader, self.validate = model, settings, loader, validate
+        self.device, self.checkpoint_seconds, self.ranks = device, checkpoint_seconds, ranks
+        order = loader.batch_sampler
+        assert isinstance(order, PackOrder)
+        self.order = order
+        self.dtype = settings.dtype(device)
+        self.window = sliding_window(model.config.transformer_layer_config)
+        self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        self.epoch_steps = step_counts(order, settings.epochs)
+        self.total_steps = sum(self.epoch_steps)
+        self.optimizers = optimizers_of(model, settings, device)
+        warm = int(self.total_steps * settings.warmup)
+        self.schedulers = [get_linear_schedule_with_warmup(optimizer, warm, self.total_steps) for optimizer in self.optimizers]
         self.checkpoints = Checkpoints(work / "checkpoints")
         self.metrics_file = MetricsFile(work / "metrics.jsonl")
-        self.epoch_steps = batch_counts(loader, settings.epochs)
-        self.call_kwargs = settings.call_kwargs()
-        self.tokens = 0
-        self.seconds = 0.0
-        self.last_validation: dict[str, Any] = {}
-        self._window: list[dict[str, torch.Tensor]] = []  # metrics of the steps since the last line of metrics.jsonl
+        self.epoch, self.epoch_step, self.step = 0, 0, 0  # steps done of the epoch (from 0) and in all
+        self.tokens = 0  # rows that are not padding
+        self.seconds, self.waited = 0.0, 0.0  # of steps, and of these waiting for data
+        self.left_out = 0  # samples, once for each epoch
+        self.best: dict[str, Any] = {}  # figures, step and trained weights of the best validation
+        self._window: list[torch.Tensor] = []  # sums of the steps since the last line of metrics.jsonl, see `_step`
         self._last_loss = "-"
-        config = TrainerConfig(
-            lr=settings.learning_rate,
-            num_epochs=settings.epochs,
-            save_path=str(work / "speculators"),  # looked at, never written
-            optimizer=settings.optimizer,
-            weight_decay=settings.weight_decay,
-            muon_lr=settings.learning_rate,
-            muon_weight_decay=settings.muon_weight_decay,
-            hidden_states_dtype=settings.dtype(device),
-        )
-        super().__init__(model, config, loader)
-
-    @property
-    def total_steps(self) -> int:
-        return sum(self.epoch_steps)
-
-    def setup_trainer(self) -> None:
-        self.local_rank = self.device  # type: ignore[assignment]  # only ever handed to .to()
-        self.device_type = self.device.type
-        self.current_epoch = 0
-        self.global_step = 0
-        self._resume_local_step = 0
-
-    def setup_optimizer(self) -> None:
-        self.optimizers = build_optimizers(self.model, self.config)
-        if self.device.type == "cpu":
-            self.optimizers = [Float32Muon.instead_of(optimizer) for optimizer in self.optimizers]
-        warmup_steps = int(self.total_steps * self.settings.warmup)
-        self.schedulers = (
-            [get_scheduler(self.settings.schedule, optimizer, warmup_steps, self.total_steps) for optimizer in self.optimizers]
-            if self.settings.schedule != "none"
-            else []
-        )
         self._go_on()
 
     def _go_on(self) -> None:
         """Takes up the newest checkpoint, if there is one."""
         state = self.checkpoints.newest()
         if state is None:
-            self.metrics_file.cut(0)
+            if not self.ranks.rank:
+                self.metrics_file.cut(0)
             return
-        missing = self.model.load_state_dict(state["trained"], strict=False).unexpected_keys
-        if missing:
-            raise AerieError(f"the checkpoint in {self.checkpoints.folder} is of another draft ({missing}); delete the folder")
+        if state["trained"].keys() != self.trained.keys():
+            wrong = sorted(state["trained"].keys() ^ self.trained.keys())
+            raise AerieError(f"the checkpoint in {self.checkpoints.folder} is of another draft ({wrong}); delete the folder")
+        self._take_weights(state["trained"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         restore_random_state(state["random"])
-        self.metrics_file.cut(state["metrics_bytes"])
-        self._window = state["window"]
-        self.current_epoch, self._resume_local_step = state["epoch"], state["epoch_step"]
-        self.global_step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
-        cli.say(f"train_draft: resumed at step {self.global_step} of {self.total_steps}, epoch {self.current_epoch + 1}")
+        for name in _STATE:
+            setattr(self, name, state[name])
+        self._window = [sums.to(self.device) for sums in state["window"]]
+        if not self.ranks.rank:
+            self.metrics_file.cut(state["metrics_bytes"])
+            cli.say(f"train_draft: resumed at step {self.step} of {self.total_steps}, epoch {self.epoch + 1}")
 
-    def save(self, epoch: int, epoch_step: int) -> float:
-        """A checkpoint after `epoch_step` steps of `epoch` (from 0). Returns the seconds it took."""
-        trained = {name: value.detach() for name, value in self.model.named_parameters() if value.requires_grad}
+    def _take_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in self.trained.items():
+                value.copy_(weights[name])
+
+    def save(self) -> float:
+        """A checkpoint of the training as it stands. Returns the seconds it took."""
         state = {
-            "trained": trained,
+            "trained": {name: value.detach() for name, value in self.trained.items()},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "random": random_state(),
-            "epoch": epoch,
-            "epoch_step": epoch_step,
-            "step": self.global_step,
-            "tokens": self.tokens,
-            "seconds": self.seconds,
             "metrics_bytes": self.metrics_file.length(),
             "window": self._window,
         }
-        return self.checkpoints.save(self.global_step, state)
+        return self.checkpoints.save(self.step, state | {name: getattr(self, name) for name in _STATE})
 
-    def run_training(self) -> None:
-        self.progress = Progress("train_draft", self.total_steps, "steps", start=self.global_step)
-        for epoch in range(self.current_epoch, self.settings.epochs):
-            self.train_epoch(epoch)
-            self.last_validation = self.validate(self.draft, self.config.hidden_states_dtype)
-            self.metrics_file.add(split="validation", epoch=epoch + 1, step=self.global_step, **self.last_validation)
-            shown = ", ".join(f"{value:.3f}" for value in self.last_validation["accuracy"])
-            cli.say(
-                f"train_draft: epoch {epoch + 1} of {self.settings.epochs}, validation loss {self.last_validation['loss']:.3f}, "
-                f"accuracy {shown}, acceptance length {self.last_validation['acceptance_length']:.3f}"
-            )
-        self.progress.done()
+    def run(self) -> dict[str, Any]:
+        """Trains; returns the best validation's figures. The model then has the weights that they are of."""
+        self.progress = Progress("train_draft", self.total_steps, "steps", start=self.step, every=10.0 if not self.ranks.rank else math.inf)
+        while self.epoch < self.settings.epochs:
+            self._run_epoch()
+            self.epoch, self.epoch_step = self.epoch + 1, 0
+        if not self.ranks.rank:
+            self.progress.done()
+        self._take_weights(self.best["trained"])
+        return dict(self.best["figures"])
 
-    def train_epoch(self, epoch: int, *, step_callback: Callable[[], None] | None = None) -> None:
+    def _run_epoch(self) -> None:
+        steps = self.epoch_steps[self.epoch]
+        parts = self.settings.validations_per_epoch
+        validated = {-(-steps * part // parts) for part in range(1, parts + 1)}
+        self.order.start(self.epoch, self.epoch_step)
+        batches = on_device(self._timed(self.loader), self.device)
         self.model.train()
-        order_of(self.train_loader).set_epoch(epoch)
-        epoch_step = self._prepare_resume_skip(epoch)
-        if epoch_step >= self.epoch_steps[epoch]:
-            return
         saved_at, pause = time.monotonic(), self.checkpoint_seconds
-        for batch in self.train_loader:
+        while self.epoch_step < steps:
             started = time.monotonic()
-            self.train_step(batch, epoch)
-            epoch_step += 1
+            self._step(batches, self.order.shares(self.epoch_step))
+            self.epoch_step += 1
+            self.step += 1
             self.seconds += time.monotonic() - started
-            last = epoch_step == self.epoch_steps[epoch]
-            if self.global_step % _LOGGED_STEPS == 0 or last:
-                self._log(epoch)
-            if last or time.monotonic() - saved_at >= pause:
-                if not all(math.isfinite(float(metrics["loss"])) for metrics in self._window):
-                    self._log(epoch)  # raises: no checkpoint is to keep such weights
-                pause = max(self.checkpoint_seconds, self.save(epoch, epoch_step) / _CHECKPOINT_SHARE)
+            due = self.epoch_step in validated
+            if self.step % _LOGGED_STEPS == 0 or self.epoch_step == steps:
+                self._log()
+            if due:
+                self._validate()
+                self.model.train()
+            if due or time.monotonic() - saved_at >= pause:
+                for sums in self._window:
+                    self._check(sums[0, 0])
+                if not self.ranks.rank:
+                    pause = max(self.checkpoint_seconds, self.save() / _CHECKPOINT_SHARE)
                 saved_at = time.monotonic()
 
-    def train_step(self, batch: Batch, epoch: int) -> None:
-        """Forward, backward and one step of optimizers and schedule, as in speculators' loop."""
-        inputs, dtype = model_inputs(batch, self.device), self.config.hidden_states_dtype
-        if self.device.type == "cpu" and dtype == torch.float32:
-            loss, metrics = supervised_loss(self.draft, **inputs, **self.call_kwargs)
-        else:
-            with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
-                _drafted, loss, metrics = self.model(**inputs, **self.call_kwargs)
-        self._optimizers_zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), _GRADIENT_NORM)
-        self._optimizers_step()
-        self._schedulers_step()
-        rows = rows_of(batch)
-        self.global_step += 1
-        self.tokens += rows
-        self._window.append({"loss": loss.detach(), **metrics})
-        self.progress.update(1, **self._shown())
+    def _timed(self, loader: DataLoader) -> Iterator[Batch]:
+        batches = iter(loader)
+        while True:
+            started = time.monotonic()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self.waited += time.monotonic() - started
+            yield batch
 
-    def _shown(self) -> dict[str, str]:
+    def _step(self, batches: Iterator[Batch], shares: list[float]) -> None:
+        """Forward and backward of this rank's packs, whose shares are given, and one step of optimizers and schedule.
+
+        The step's loss is the mean over all its supervised tokens, whichever pack and rank they are in.
+        """
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        # First row: loss, supervised rows, samples left out. Then, for each step of training-time test, see Judged.sums.
+        sums = torch.zeros(self.settings.ttt_steps + 1, 3, device=self.device)
+        learnt = 0
+        for share in shares:
+            batch = next(batches)
+            for bad in batch["bad"]:
+                cli.say(f"train_draft: left out: {bad}")
+            sums[0, 2] += len(batch["bad"])
+            with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
+                judged = supervised_loss(self.model, batch, self.settings.ttt_steps, self.settings.ttt_step_loss_decay, self.window)
+            if judged is None:
+                continue
+            (judged.loss * share).backward()
+            learnt += len(judged.supervised)
+            sums[0, 0] += judged.loss.detach() * share
+            sums[1:, :2] += judged.sums
+        sums[0, 1] += learnt
+        self._sum_over_ranks(sums)
+        if learnt or float(sums[0, 1]):  # else there is nothing to learn in the whole step, and no rank moves
+            torch.nn.utils.clip_grad_norm_(self.trained.values(), _GRADIENT_NORM)
+            for optimizer in self.optimizers:
+                optimizer.step()
+        for scheduler in self.schedulers:
+            scheduler.step()
+        self.tokens += self.order.rows(self.epoch_step)
+        self._window.append(sums)
         rate = self.tokens / self.seconds if self.seconds else 0.0
-        return {"tok/s": f"{rate:,.0f}", "loss": self._last_loss}
+        self.progress.update(1, **{"tok/s": f"{rate:,.0f}", "loss": self._last_loss})
 
-    def _log(self, epoch: int) -> None:
+    def _sum_over_ranks(self, sums: torch.Tensor) -> None:
+        """Sums the figures and the gradients of all ranks; one that had nothing to learn from adds zeros."""
+        if self.ranks.count == 1:
+            return
+        for value in self.trained.values():
+            if value.grad is None:
+                value.grad = torch.zeros_like(value)
+        self.ranks.sum([sums, *(value.grad for value in self.trained.values() if value.grad is not None)])
+
+    def _validate(self) -> None:
+        figures = self.validate(self.model)
+        if not self.best or figures["acceptance_length"] > self.best["figures"]["acceptance_length"]:
+            weights = {name: value.detach().to("cpu", copy=True) for name, value in self.trained.items()}
+            self.best = {"figures": figures, "step": self.step, "trained": weights}
+        if not self.ranks.rank:
+            self.metrics_file.add(split="validation", epoch=self.epoch + 1, step=self.step, **figures)
+            shown = ", ".join(f"{value:.3f}" for value in figures["accuracy"])
+            cli.say(
+                f"train_draft: epoch {self.epoch + 1} of {self.settings.epochs}, validation loss {figures['loss']:.3f}, "
+                f"accuracy {shown}, acceptance length {figures['acceptance_length']:.3f}"
+            )
+
+    def _log(self) -> None:
         """One line for the steps since the last one; AerieError if their loss is not a number."""
-        sums: dict[str, float] = {}
-        for metrics in self._window:
-            for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
-        loss = sums.pop("loss") / len(self._window)
+        sums = torch.stack(self._window).sum(0).double().cpu()
+        steps, judged = len(self._window), max(1.0, float(sums[0, 1]))
+        self._check(sums[0, 0])
         self._window.clear()
-        if not math.isfinite(loss):
+        self.left_out += int(sums[0, 2])
+        loss = float(sums[0, 0]) / steps
+        self._last_loss = f"{loss:.3f}"
+        if not self.ranks.rank:
+            self.metrics_file.add(
+                split="train",
+                epoch=self.epoch + 1,
+                step=self.step,
+                loss=loss,
+                loss_per_step=(sums[1:, 0] / judged).tolist(),
+                # Against the target's best token within the draft's vocabulary, so better than serving will be.
+                accuracy_in_draft_vocabulary=(sums[1:, 1] / judged).tolist(),
+                learning_rate=self.optimizers[0].param_groups[0]["lr"],
+                tokens=self.tokens,
+            )
+
+    def _check(self, loss: torch.Tensor) -> None:
+        """No checkpoint is to keep weights that a loss out of range has spoilt."""
+        if not math.isfinite(float(loss)):
             raise AerieError(
-                f"the loss is {loss} at step {self.global_step} (epoch {epoch + 1}); lower training.learning_rate, or see "
+                f"the loss is {float(loss)} at step {self.step} (epoch {self.epoch + 1}); lower training.learning_rate, or see "
                 "whether the target's states or head hold values out of range"
             )
-        means = normalize_counted_metrics(sums)
-        steps = range(self.settings.ttt_steps)
-        self._last_loss = f"{loss:.3f}"
-        self.metrics_file.add(
-            split="train",
-            epoch=epoch + 1,
-            step=self.global_step,
-            loss=loss,
-            loss_per_step=[means[f"loss_{step}"] for step in steps],
-            # Against the target's best token within the draft's vocabulary, so better than serving will be.
-            accuracy_in_draft_vocabulary=[means[f"full_acc_{step}"] for step in steps],
-            learning_rate=self.optimizers[0].param_groups[0]["lr"],
-            tokens=self.tokens,
-        )
+
+
+def optimizers_of(model: Eagle3DraftModel, settings: TrainingSettings, device: torch.device) -> list[torch.optim.Optimizer]:
+    """Speculators' optimizers: AdamW, or Muon for the matrices and AdamW for the rest, at one peak learning rate."""
+    rate = settings.learning_rate
+    config = TrainerConfig(lr=rate, muon_lr=rate, optimizer=settings.optimizer, num_epochs=settings.epochs, save_path="")
+    optimizers = build_optimizers(model, config)
+    return [Float32Muon.instead_of(optimizer) for optimizer in optimizers] if device.type == "cpu" else optimizers

@@ -7,7 +7,7 @@ training-time test, row t is fed x[t+1+k] and predicts x[t+2+k].
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -17,14 +17,16 @@ from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 from speculators.models.eagle3.data import shift_batch
 from speculators.train.data import BaseDataset, CollateFn
 from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
+from .draft_attention import BLOCK
 from .errors import AerieError
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 Batch = dict[str, Any]
+_COMPUTED = ("hidden_states", "verifier_last_hidden_states", "input_ids", "position_ids")  # what the GPU gets of a batch
 
 
 class States(Protocol):
@@ -91,19 +93,34 @@ class ShardBackend(HiddenStatesBackend):
         raise AerieError("Aerie extracts hidden states with its own engine, not through a vLLM server")
 
 
+class BadSample(AerieError):
+    """A sample that nothing can be learnt from; the message names it."""
+
+
 class DraftSamples(BaseDataset):
     """Samples with their states as speculators' batches want them, shifted; rows are dicts of tensors.
 
     Each: hidden_states [rows, aux layers * hidden], input_ids [rows], verifier_last_hidden_states [rows, hidden],
-    loss_mask bool [rows], position_ids [rows], lengths [1]; rows = tokens - 1, tokens at most `max_length`.
+    loss_mask bool [rows], position_ids [rows], lengths [1]; rows = tokens - 1, tokens at most `max_length`. With skip_bad,
+    a sample whose states are not finite is a BadSample instead of raising it.
     transfer: hands out the aux layers, ascending, and then the last layer's output.
     """
 
-    def __init__(self, samples: "Dataset", transfer: HiddenStatesTransfer, max_length: int, ttt_steps: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        samples: "Dataset",
+        transfer: HiddenStatesTransfer,
+        max_length: int,
+        ttt_steps: int,
+        dtype: torch.dtype,
+        skip_bad: bool = False,
+    ) -> None:
         self.samples = samples.with_format("numpy")
         self.transfer = transfer
         self.ttt_steps = ttt_steps
+        self.skip_bad = skip_bad
         super().__init__(max_length, dtype)
+        self.supervised = supervised_counts(samples, max_length, ttt_steps)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -126,13 +143,11 @@ class DraftSamples(BaseDataset):
         smallest, largest = torch.aminmax(states.float() if states.dtype.itemsize == 1 else states)
         if not (torch.isfinite(smallest) and torch.isfinite(largest)):
             rows = torch.nonzero(~torch.isfinite(states.float()).flatten(1).all(1)).flatten().tolist()
-            raise AerieError(
+            raise BadSample(
                 f"sample {key}: hidden states that are not finite at {len(rows)} of {len(states)} positions, the first at "
-                f"{rows[0]}. Extract this capture again (compute_dtype float32 or bfloat16)."
+                f"{rows[0]}. Extract this capture again (compute_dtype float32 or bfloat16), or set training.on_bad_sample: skip."
             )
         mask = torch.as_tensor(np.asarray(sample["loss_mask"])).bool().clone()
-        # At step k, targets are taken k rows further on, in a packed batch from the next sample; a sample's first
-        # rows are therefore never targets of a later step. (A chat's first tokens are its template's anyway.)
         mask[: self.ttt_steps] = False
         end = self.max_len
         return {
@@ -142,8 +157,13 @@ class DraftSamples(BaseDataset):
             "loss_mask": mask[:end],
         }
 
-    def __getitem__(self, index: int) -> Batch:
-        shifted: Batch = shift_batch(cast(Batch, super().__getitem__(int(index))))
+    def __getitem__(self, index: int) -> Any:
+        try:
+            shifted: Batch = shift_batch(cast(Batch, super().__getitem__(int(index))))
+        except BadSample as bad:
+            if self.skip_bad:
+                return bad
+            raise
         return shifted
 
 
@@ -155,59 +175,146 @@ def token_counts(samples: "Dataset") -> np.ndarray:
     return np.asarray(pc.list_value_length(column), dtype=np.int64)
 
 
-class PackedCollate:
-    """Packs samples into one row of exactly their tokens, where speculators pads to the full size.
+def supervised_counts(samples: "Dataset", max_length: int, ttt_steps: int) -> np.ndarray:
+    """Supervised tokens of each sample that training judges, int64 [samples].
 
-    On a GPU the padding keeps compiled shapes the same; on a CPU it is only work.
+    Those after max_length are cut off. At step k, targets are taken k rows further on, in a packed batch from the next
+    sample; a sample's first ttt_steps tokens are therefore never targets. (A chat's first tokens are its template's anyway.)
+    """
+    counts = []
+    for batch in samples.with_format("arrow").select_columns("loss_mask").iter(1000):
+        column = batch["loss_mask"].combine_chunks()
+        mask = column.flatten().to_numpy(zero_copy_only=False)
+        lengths = np.diff(column.offsets.to_numpy())
+        place = np.arange(len(mask)) - np.repeat(lengths.cumsum() - lengths, lengths)
+        judged = np.concatenate([[0], np.cumsum((mask != 0) & (place >= ttt_steps) & (place < max_length))])
+        counts.append(np.diff(judged[np.concatenate([[0], lengths.cumsum()])]))
+    return np.concatenate(counts).astype(np.int64) if counts else np.empty(0, dtype=np.int64)
+
+
+class PackedCollate:
+    """Packs samples into one row of exactly their tokens, where speculators pads to the full size; padded to `pad_to` if given.
+
+    On a GPU the padding keeps compiled shapes the same; on a CPU it is only work. `bad` are the messages of samples left out.
     """
 
     def __init__(self, hidden_size: int, aux_layers: int, dtype: torch.dtype, pad_to: int | None) -> None:
         self.hidden_size, self.aux_layers, self.dtype, self.pad_to = hidden_size, aux_layers, dtype, pad_to
 
-    def __call__(self, samples: Sequence[Batch]) -> Batch:
-        size = self.pad_to or sum(int(sample["lengths"]) for sample in samples)
-        batch: Batch = CollateFn(size, self.hidden_size, self.aux_layers, self.dtype)(samples)
+    def __call__(self, samples: Sequence[Batch | BadSample]) -> Batch:
+        good = [sample for sample in samples if not isinstance(sample, BadSample)]
+        size = self.pad_to or max(1, sum(int(sample["lengths"]) for sample in good))
+        batch: Batch = CollateFn(size, self.hidden_size, self.aux_layers, self.dtype)(good)
+        batch["bad"] = [str(sample) for sample in samples if isinstance(sample, BadSample)]
         return batch
 
 
-def batches(
-    samples: DraftSamples, hidden_size: int, aux_layers: int, batch_tokens: int, seed: int, pad: bool, workers: int = 0
-) -> DataLoader:
-    """Packed batches of up to `batch_tokens` rows, the order set by seed and epoch (`batch_sampler.set_epoch`)."""
-    sampler = MultipackDistributedBatchSamplerV2(batch_tokens, samples.approx_lengths, num_replicas=1, rank=0, seed=seed)
+class PackOrder(Sampler[list[int]]):
+    """Which samples are packed together, and which packs make a step: by seed and epoch alone, not by who computes them.
+
+    A step has packs_per_step packs of up to `batch_tokens` rows (an epoch's last one perhaps fewer), and rank r of n takes
+    its packs r, r + n, … Iterating gives this rank's packs from the step on that `start` named.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        supervised: np.ndarray,
+        batch_tokens: int,
+        packs_per_step: int,
+        seed: int,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        self.lengths, self.supervised = np.asarray(lengths), supervised
+        self.packs_per_step, self.rank, self.ranks = packs_per_step, rank, ranks
+        self._sampler = MultipackDistributedBatchSamplerV2(batch_tokens, lengths, num_replicas=1, rank=0, seed=seed)
+        self._first_step = 0
+        self.start(0)
+
+    def start(self, epoch: int, step: int = 0) -> None:
+        """The next iteration is of this epoch, from this step on."""
+        self._sampler.set_epoch(epoch)
+        self._packs = [pack.tolist() for pack in self._sampler]
+        self._first_step = step
+
+    @property
+    def steps(self) -> int:
+        """Steps of the epoch."""
+        return -(-len(self._packs) // self.packs_per_step)
+
+    def shares(self, step: int) -> list[float]:
+        """Of each pack of a step that is this rank's: its share of all the step's supervised tokens."""
+        counts = [int(self.supervised[pack].sum()) for pack in self._step(step)]
+        return [count / max(1, sum(counts)) for count in counts[self.rank :: self.ranks]]
+
+    def rows(self, step: int) -> int:
+        """Rows of a step, all ranks' together."""
+        return sum(int(self.lengths[pack].sum()) for pack in self._step(step))
+
+    def _step(self, step: int) -> list[list[int]]:
+        return self._packs[step * self.packs_per_step : (step + 1) * self.packs_per_step]
+
+    def _own(self, step: int) -> list[list[int]]:
+        return self._step(step)[self.rank :: self.ranks]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(self._first_step, self.steps):
+            yield from self._own(step)
+
+    def __len__(self) -> int:
+        return sum(len(self._own(step)) for step in range(self._first_step, self.steps))
+
+
+def batches(samples: DraftSamples, order: PackOrder, hidden_size: int, aux_layers: int, pad_to: int | None, workers: int = 0) -> DataLoader:
+    """Packed batches in an order; `pad_to`: rows that each is padded to."""
     return DataLoader(
         samples,
-        batch_sampler=sampler,
+        batch_sampler=order,
         num_workers=workers,
         pin_memory=torch.cuda.is_available() and workers > 0,
-        collate_fn=PackedCollate(hidden_size, aux_layers, samples.hidden_states_dtype, batch_tokens if pad else None),
+        collate_fn=PackedCollate(hidden_size, aux_layers, samples.hidden_states_dtype, pad_to),
         persistent_workers=workers > 0,
         multiprocessing_context="spawn" if workers else None,
     )
 
 
-def batch_counts(loader: DataLoader, epochs: int) -> list[int]:
-    """Number of batches in each epoch; packing differs a little from one to the next."""
+def padded_size(batch_tokens: int) -> int:
+    """Rows of a batch on a GPU: whole blocks of flex attention."""
+    return -(-batch_tokens // BLOCK) * BLOCK
+
+
+def step_counts(order: PackOrder, epochs: int) -> list[int]:
+    """Number of steps in each epoch; packing differs a little from one to the next."""
     counts = []
     for epoch in range(epochs):
-        order_of(loader).set_epoch(epoch)
-        counts.append(len(order_of(loader)))
+        order.start(epoch)
+        counts.append(order.steps)
     return counts
 
 
-def order_of(loader: DataLoader) -> MultipackDistributedBatchSamplerV2:
-    """The sampler that decides what is packed together and in which order."""
-    sampler = loader.batch_sampler
-    assert isinstance(sampler, MultipackDistributedBatchSamplerV2)
-    return sampler
-
-
-def model_inputs(batch: Batch, device: torch.device) -> Batch:
-    """A batch as speculators' model takes it: tensors on the device, and the packed samples' lengths for CPU attention."""
-    inputs: Batch = {name: value.to(device, non_blocking=True) for name, value in batch.items() if isinstance(value, torch.Tensor)}
+def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    """Batches with their states on the device; on a GPU the next one is copied while the last is computed."""
     if device.type == "cpu":
-        inputs["document_lengths"] = torch.unique_consecutive(batch["document_ids"][0], return_counts=True)[1].tolist()
-    return inputs
+        yield from batches
+        return
+    stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    upcoming: tuple[Batch, Any] | None = None
+    for batch in batches:
+        with torch.cuda.stream(stream):
+            copied = batch | {name: batch[name].to(device, non_blocking=True) for name in _COMPUTED}
+            arrived, upcoming = upcoming, (copied, stream.record_event())
+        if arrived:
+            yield _received(*arrived, current)
+    if upcoming:
+        yield _received(*upcoming, current)
+
+
+def _received(batch: Batch, copied: Any, stream: Any) -> Batch:
+    stream.wait_event(copied)
+    for name in _COMPUTED:
+        batch[name].record_stream(stream)  # its memory is not to be given to the next copy before it has been read
+    return batch
 
 
 def rows_of(batch: Batch) -> int:

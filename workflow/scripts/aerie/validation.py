@@ -10,16 +10,20 @@ serving would: after k accepted draft tokens and the target's own one, k + 1 row
 which serving passes over in one step, so its figure is the lower one.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from speculators.models.eagle3 import Eagle3DraftModel
 from torch.utils.data import DataLoader
 
+from .draft_model import sliding_window
 from .errors import AerieError
-from .training_data import model_inputs, order_of
+from .ranks import Ranks
+from .supervised_loss import supervised_loss
+
+if TYPE_CHECKING:
+    from .training import TrainingSettings
 
 _HEAD_ROWS = 512
 
@@ -94,35 +98,42 @@ def walk(starts: torch.Tensor, right: torch.Tensor) -> tuple[int, torch.Tensor]:
 
 
 class Validation:
-    """Runs a draft over the validation batches. The target's greedy tokens are computed once, at first use."""
+    """Runs a draft over this rank's validation batches, and sums over all ranks. The target's greedy tokens are computed once."""
 
-    def __init__(self, loader: DataLoader, head: TargetHead, device: torch.device, call_kwargs: dict[str, Any]) -> None:
-        self.loader, self.head, self.device, self.call_kwargs = loader, head, device, call_kwargs
+    def __init__(self, loader: DataLoader, head: TargetHead, device: torch.device, settings: "TrainingSettings", ranks: Ranks) -> None:
+        self.loader, self.head, self.device, self.settings, self.ranks = loader, head, device, settings, ranks
         self._greedy: list[torch.Tensor] = []
-        order_of(loader).set_epoch(0)
 
     @torch.no_grad()
-    def __call__(self, model: Eagle3DraftModel, dtype: torch.dtype) -> dict[str, Any]:
+    def __call__(self, model: Eagle3DraftModel) -> dict[str, Any]:
         """accuracy, conditional_accuracy, accepted_per_position (lists, one value a step), acceptance_length, loss, drafts."""
         if not self._greedy:
-            self._greedy = list(self._greedy_tokens())
+            self._greedy = [self.head.greedy(batch["verifier_last_hidden_states"][0], self.device) for batch in self.loader]
         model.eval()
-        counts = torch.zeros(4, self.call_kwargs["ttt_steps"], dtype=torch.long)
-        loss_sum, weight, drafts = 0.0, 0, 0
+        steps, dtype = self.settings.ttt_steps, self.settings.dtype(self.device)
+        window = sliding_window(model.config.transformer_layer_config)
+        # On the device, where ranks sum them; float64 holds counts exactly. The last row: loss, its rows, drafting steps.
+        totals = torch.zeros(5, max(3, steps), dtype=torch.float64)
         for batch, greedy in zip(self.loader, self._greedy, strict=True):
             with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
-                drafted, loss, _ = model(**model_inputs(batch, self.device), **self.call_kwargs)
-            tokens = torch.cat(drafted)
-            if model.d2t is not None:
-                tokens = tokens + model.d2t[tokens]
+                judged = supervised_loss(model, batch, steps, self.settings.ttt_step_loss_decay, window)
+            if judged is None:
+                continue
+            # Where a step is not judged, no draft token counts.
+            tokens = torch.zeros(steps, batch["loss_mask"].shape[1], dtype=torch.long)
+            for step, best in enumerate(judged.best):
+                chosen = best if model.d2t is None else best + model.d2t[best]
+                tokens[step, judged.supervised - step] = chosen.cpu()
             supervised, documents = batch["loss_mask"][0].bool(), batch["document_ids"][0]
-            *hits, starting, accepting = count_hits(tokens.cpu(), greedy, supervised, documents)
-            steps, walked = walk(starting, accepting)
-            drafts += steps
-            counts += torch.stack([*hits, walked])
-            rows = int(supervised.sum())
-            loss_sum, weight = loss_sum + float(loss) * rows, weight + rows
-        starts, accepted, reached, walked = (row.tolist() for row in counts)
+            *hits, starting, accepting = count_hits(tokens, greedy, supervised, documents)
+            drafts, walked = walk(starting, accepting)
+            totals[:4, :steps] += torch.stack([*hits, walked])
+            rows = len(judged.supervised)
+            totals[4, :3] += torch.tensor([float(judged.loss) * rows, rows, drafts], dtype=torch.float64)
+        totals = totals.to(self.device)
+        self.ranks.sum([totals])
+        starts, accepted, reached, walked = totals[:4, :steps].long().tolist()
+        loss_sum, weight, drafts = totals[4, :3].tolist()
         if not starts[0]:
             raise AerieError("the validation split has no supervised token that a draft could propose; add validation samples")
         served = [hits / drafts for hits in walked]
@@ -131,10 +142,6 @@ class Validation:
             "conditional_accuracy": [hits / max(1, total) for hits, total in zip(accepted, reached, strict=True)],
             "accepted_per_position": served,
             "acceptance_length": 1 + sum(served),
-            "drafts": drafts,
+            "drafts": int(drafts),
             "loss": loss_sum / max(1, weight),
         }
-
-    def _greedy_tokens(self) -> Iterator[torch.Tensor]:
-        for batch in self.loader:
-            yield self.head.greedy(batch["verifier_last_hidden_states"][0], self.device)

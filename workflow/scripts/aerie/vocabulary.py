@@ -6,7 +6,7 @@ A draft with the full vocabulary has d2t all zero and t2d all true.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,17 +64,18 @@ def check_map(d2t: np.ndarray, t2d: np.ndarray) -> None:
         )
 
 
-def count_supervised(samples: Iterable[tuple[Sequence[int], Sequence[int]]], vocab_size: int) -> np.ndarray:
-    """Counts of each target id among supervised tokens, int64 [vocab_size], over (input_ids, loss_mask) pairs."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for input_ids, loss_mask in samples:
+def count_supervised(samples: Iterable[tuple[Sequence[int], Sequence[int], str]], vocab_size: int) -> dict[str, np.ndarray]:
+    """Counts of each target id among supervised tokens, {source: int64 [vocab_size]}, over (input_ids, loss_mask, source)."""
+    counts: dict[str, np.ndarray] = {}
+    for input_ids, loss_mask, source in samples:
         ids = np.asarray(input_ids, dtype=np.int64)[np.asarray(loss_mask, dtype=bool)]
         if len(ids) and (ids.max() >= vocab_size or ids.min() < 0):
             raise AerieError(
                 f"the samples hold token id {int(ids.max())}, the target's vocabulary has {vocab_size} ids: "
                 "they were made with another tokenizer. Run prepare_dataset for this target."
             )
-        counts += np.bincount(ids, minlength=vocab_size)
+        own = counts.setdefault(str(source), np.zeros(vocab_size, dtype=np.int64))
+        np.add.at(own, ids, 1)
     return counts
 
 
@@ -88,6 +89,20 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase", end_tokens: Iterable[in
     return {token for token in named if token is not None} | {token for token in special if counts[token]}
 
 
+def byte_tokens(vocabulary: Mapping[str, int]) -> set[int]:
+    """Ids of the tokens that stand for single bytes, with which any text can be written: of a byte-level BPE (GPT-2's
+    printable stand-ins) or of a SentencePiece model's byte fallback (<0x00> to <0xFF>).
+
+    vocabulary: {token: id} of the tokenizer. Empty for one without them.
+    """
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    for names in (list(bytes_to_unicode().values()), [f"<0x{byte:02X}>" for byte in range(256)]):
+        if all(name in vocabulary for name in names):
+            return {vocabulary[name] for name in names}
+    return set()
+
+
 def choose_tokens(counts: np.ndarray, size: int, pinned: Iterable[int], real_ids: Iterable[int]) -> np.ndarray:
     """`size` target ids, ascending, int64: pinned ones, then by count (ties: lower id), then unused real ids, lowest first.
 
@@ -97,7 +112,7 @@ def choose_tokens(counts: np.ndarray, size: int, pinned: Iterable[int], real_ids
     real[[token for token in real_ids if 0 <= token < len(counts)]] = True
     pins = sorted({token for token in pinned if 0 <= token < len(counts) and real[token]})
     if size < max(1, len(pins)):
-        raise AerieError(f"vocab_size {size} has no room for the {len(pins)} special tokens; raise vocab_size")
+        raise AerieError(f"vocab_size {size} has no room for the {len(pins)} special and single-byte tokens; raise vocab_size")
     if size > int(real.sum()):
         raise AerieError(
             f"vocab_size {size} is larger than the target's {int(real.sum())} real tokens (its vocabulary of {len(counts)} "
@@ -121,23 +136,27 @@ def full_map(vocab_size: int) -> VocabMap:
     return VocabMap(np.zeros(vocab_size, dtype=np.int64), np.ones(vocab_size, dtype=bool))
 
 
-def coverage(counts: np.ndarray, vocab_map: VocabMap, text_of: Callable[[int], str]) -> dict[str, Any]:
-    """What the map keeps and loses of the supervised tokens counted in `counts` (int64 [target vocabulary])."""
-    total, kept = int(counts.sum()), int(counts[vocab_map.t2d].sum())
+def coverage(by_source: Mapping[str, np.ndarray], vocab_map: VocabMap, text_of: Callable[[int], str]) -> dict[str, Any]:
+    """What the map keeps and loses of the supervised tokens counted (`count_supervised`), in all and by source."""
+    counts = sum(by_source.values(), np.zeros(len(vocab_map.t2d), dtype=np.int64))
     lost = np.flatnonzero((counts > 0) & ~vocab_map.t2d)
     lost = lost[np.lexsort((lost, -counts[lost]))]
     return {
         "draft_vocab_size": vocab_map.size,
         "target_vocab_size": len(vocab_map.t2d),
-        "supervised_tokens": total,
-        "covered_tokens": kept,
-        "coverage": kept / total if total else 1.0,
+        **_covered(counts, vocab_map),
+        "by_source": {source: _covered(own, vocab_map) for source, own in sorted(by_source.items())},
         "distinct_tokens": int((counts > 0).sum()),
         "distinct_tokens_lost": len(lost),
         "most_frequent_lost": [
             {"id": int(token), "text": text_of(int(token)), "count": int(counts[token])} for token in lost[:_LISTED_LOST_TOKENS]
         ],
     }
+
+
+def _covered(counts: np.ndarray, vocab_map: VocabMap) -> dict[str, Any]:
+    total, kept = int(counts.sum()), int(counts[vocab_map.t2d].sum())
+    return {"supervised_tokens": total, "covered_tokens": kept, "coverage": kept / total if total else 1.0}
 
 
 def save_map(vocab_map: VocabMap, folder: Path) -> None:
@@ -162,3 +181,42 @@ def load_map(folder: Path, target_vocab_size: int) -> VocabMap:
 def write_coverage(figures: dict[str, Any], folder: Path) -> None:
     """Writes coverage.json."""
     (folder / "coverage.json").write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+
+
+def draft_map(folder: Path) -> VocabMap:
+    """The map of an exported draft, checked against its configuration and its head; reads nothing else of the weights.
+
+    AerieError where they do not belong together, or where a file is missing.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        draft_size, target_size = int(config["draft_vocab_size"]), int(config["transformer_layer_config"]["vocab_size"])
+        with safe_open(folder / "model.safetensors", framework="np") as file:
+            names = set(file.keys())
+            head, embeddings = (file.get_slice(name).get_shape()[0] for name in ("lm_head.weight", "embed_tokens.weight"))
+            maps = [file.get_tensor(name) for name in ("d2t", "t2d") if name in names]
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise AerieError(
+            f"{folder}: no EAGLE-3 draft as train_draft writes it ({type(error).__name__}: {error}). Expected config.json with "
+            "draft_vocab_size and transformer_layer_config, and model.safetensors with lm_head and embed_tokens."
+        ) from error
+    if not maps and draft_size == target_size:
+        found = full_map(target_size)
+    elif len(maps) == 2:
+        try:
+            found = VocabMap(*maps)
+        except AerieError as error:
+            raise AerieError(f"{folder}: {error}") from None
+    else:
+        raise AerieError(f"{folder}: {draft_size} of {target_size} ids, and not both d2t and t2d in model.safetensors; train it again")
+    for what, size, expected in (
+        ("d2t", found.size, draft_size),
+        ("lm_head", head, draft_size),
+        ("t2d", len(found.t2d), target_size),
+        ("embed_tokens", embeddings, target_size),
+    ):
+        if size != expected:
+            raise AerieError(f"{folder}: {what} has {size} rows, config.json says {expected}; weights and config.json are of two drafts")
+    return found

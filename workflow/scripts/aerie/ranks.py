@@ -1,0 +1,118 @@
+"""Training on several devices: one process, a rank, for each; they agree by torch.distributed (NCCL, on CPUs gloo)."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
+
+from . import cli
+from .errors import AerieError, ProcessFailed, describe, describe_exit, die_with_parent
+
+# After so long without an answer a rank takes the others for lost; a rank that ends is noticed at once.
+_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which of how many ranks this process is; a single one needs no process group."""
+
+    rank: int = 0
+    count: int = 1
+
+    def sum(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replaces each tensor by its sum over all ranks; all of one dtype and device."""
+        if self.count == 1:
+            return
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.all_reduce(flat)
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+ALONE = Ranks()
+
+
+def run_in_ranks(count: int, device: torch.device, function: Callable[..., None], arguments: Sequence[Any], work: Path) -> None:
+    """Runs function(ranks, device, *arguments) in `count` processes; AerieError or ProcessFailed, with the cause, if one fails.
+
+    work: an existing folder of this host. What they say to a person reaches the terminal. They end with this process.
+    """
+    work = work.resolve()
+    for left in work.glob("rank-*"):
+        left.unlink()
+    rendezvous = work / f"rank-meeting-{os.getpid()}"
+    said, saying = torch.multiprocessing.get_context("spawn").Pipe(duplex=False)
+    relay = threading.Thread(target=_relay, args=[said], daemon=True)
+    context = start_processes(
+        _rank, (count, device, function, tuple(arguments), rendezvous, work, saying), nprocs=count, join=False, start_method="spawn"
+    )
+    saying.close()
+    relay.start()
+    try:
+        while not context.join():
+            pass
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        relay.join(5)
+        raise _cause([process.exitcode or 0 for process in context.processes], context.pids(), work) from error
+    relay.join(5)
+    rendezvous.unlink(missing_ok=True)
+
+
+def _rank(
+    rank: int,
+    count: int,
+    device: torch.device,
+    function: Callable[..., None],
+    arguments: tuple[Any, ...],
+    rendezvous: Path,
+    work: Path,
+    saying: Connection,
+) -> None:
+    die_with_parent()
+    cli.speak_to(os.fdopen(os.dup(saying.fileno()), "w", buffering=1))
+    try:
+        torch.set_num_threads(max(1, torch.get_num_threads() // count))
+        if device.type == "cuda":
+            device = torch.device("cuda", rank)
+            torch.cuda.set_device(device)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=count, timeout=_TIMEOUT)
+        function(Ranks(rank, count), device, *arguments)
+        dist.destroy_process_group()
+    except Exception as error:
+        failure = {"plain": isinstance(error, AerieError), "text": describe(error), "time": time.time()}
+        (work / f"rank-{rank}.json").write_text(json.dumps(failure))
+        raise
+
+
+def _relay(said: Connection) -> None:
+    """Passes on what the ranks say until the last of them has ended."""
+    with os.fdopen(os.dup(said.fileno())) as lines:
+        for line in lines:
+            print(line, end="", file=cli.terminal(), flush=True)
+
+
+def _cause(exit_codes: Sequence[int], pids: Sequence[int], work: Path) -> AerieError:
+    """What the first rank that failed died of: the others then fail because it is gone."""
+    killed = [rank for rank, code in enumerate(exit_codes) if code < 0 and code != -signal.SIGTERM]
+    if killed:
+        rank = killed[0]
+        return ProcessFailed(f"training rank {rank} of {len(exit_codes)} (process {pids[rank]}) {describe_exit(exit_codes[rank])}")
+    failures = [(rank, json.loads(path.read_text())) for rank in range(len(exit_codes)) if (path := work / f"rank-{rank}.json").exists()]
+    if not failures:
+        return ProcessFailed(f"the training ranks ended with exit codes {list(exit_codes)}")
+    rank, first = min(failures, key=lambda failure: failure[1]["time"])
+    if first["plain"]:
+        return AerieError(first["text"])
+    return ProcessFailed(f"training rank {rank} of {len(exit_codes)}: {first['text']}")
