@@ -35,7 +35,7 @@ def plan(tmp_path, rows="run\ttarget\tdataset\tdraft\na\tt\td\tbig\nb\tt\td\tsma
         "targets": {"t": {"hub_id": "a/b", "revision": "0" * 40, "tensor_parallel": 4}},
         "datasets": {"d": {"sources": ["x.jsonl"], "regenerate": {"max_prompts": 50}}},
         "drafts": {"big": {"vocab_size": 64000}, "small": {"aux_layer_ids": [1, 5, 9]}},
-        "evaluation": {"prompts": "p.jsonl"},
+        "evaluation": {"prompts": {"some": "p.jsonl"}},
         **top,
     }
     validate(config, schema=str(ROOT / "workflow/schemas/config.schema.yaml"))
@@ -134,7 +134,7 @@ def test_a_preset_is_complete_and_takes_nothing_from_the_demo():
         validate(config, schema=str(ROOT / "workflow/schemas/config.schema.yaml"))
         config["runs"] = str(ROOT / config["runs"])
         [run] = Plan(config, dict.fromkeys(STAGES, 1), True).runs.values()
-        assert config["evaluation"]["batch_size"] == 16 and config["targets"][run.target]["tensor_parallel"] in (1, 8)
+        assert config["evaluation"]["batch_sizes"] == [1, 8, 32] and config["targets"][run.target]["tensor_parallel"] in (1, 8)
 
 
 def test_options_that_change_the_computation_are_in_the_recipes(tmp_path):
