@@ -316,7 +316,7 @@ def summary(sets: PromptSets, runs: Runs, settings: dict[str, Any], rows: list[d
     places = ("prompt_set", "line", "first_difference", "baseline_token_there", "draft_token_there")
     return {
         **found,
-        "drafts": found["steps"],
+        "drafts": sum(len(answer.accepted) for answer in draft.answers),
         "draft_tokens": draft.counters.draft_tokens if draft.counters else None,
         "accepted_tokens": accepted,
         "tokens_past_the_end": max(0, emitted - draft.tokens),
