@@ -259,11 +259,9 @@ def test_a_draft_made_elsewhere_lacks_nothing(results):
     path = results / "evaluations/first/manifest.json"
     write(path, json.loads(path.read_text()) | {"runtime": {"draft": "/somewhere"}})
     [first, second] = collected(results)
-    assert (
-        (first.missing == ()
-        and list(first.manifests) == ["regenerate_responses", "evaluate_draft"])
-        or list(first.manifests) == ["evaluate_draft"]
-    )
+    assert (first.missing == () and list(first.manifests) == ["regenerate_responses", "evaluate_draft"]) or list(first.manifests) == [
+        "evaluate_draft"
+    ]
     assert not first.metrics and not first.coverage and not first.stats and second.metrics and second.coverage
     assert "1.447" in report.summary_text([first])
 

@@ -10,7 +10,12 @@ rule evaluate_draft:
         draft=get_draft_files,
         prompts=get_prompt_files,
     output:
-        acceptance="results/evaluations/{run}/acceptance.json",
+        acceptance=report(
+            "results/evaluations/{run}/acceptance.json",
+            caption="../report/acceptance.rst",
+            category="Evaluations",
+            labels={"run": "{run}"},
+        ),
         per_prompt="results/evaluations/{run}/per_prompt.parquet",
         manifest="results/evaluations/{run}/manifest.json",
     log:
@@ -54,8 +59,18 @@ rule build_report:
         recipe=get_recipe("build_report", "report"),
         manifests=get_report_inputs,
     output:
-        report="results/report.html",
-        summary="results/summary.txt",
+        report=report(
+            "results/report.html",
+            caption="../report/report.rst",
+            category="All runs",
+            labels={"what": "report"},
+        ),
+        summary=report(
+            "results/summary.txt",
+            caption="../report/summary.rst",
+            category="All runs",
+            labels={"what": "summary"},
+        ),
     log:
         "results/logs/build_report.log",
     benchmark:

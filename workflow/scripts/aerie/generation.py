@@ -143,10 +143,17 @@ class Engine:
         Needs an engine with statistics on (disable_log_stats=False). Tokens only: no text is made of them.
         """
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         if temperature:
             self._llm.collective_rpc("reseed", args=(seed,))
-        sampling = SamplingParams(temperature=temperature, max_tokens=max_new_tokens, stop_token_ids=self._end_tokens, detokenize=False)
+        sampling = SamplingParams(
+            temperature=temperature,
+            max_tokens=max_new_tokens,
+            stop_token_ids=self._end_tokens,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
         engine = self._llm.llm_engine
         waiting = iter(enumerate(prompts))
         in_flight: dict[str, int] = {}
