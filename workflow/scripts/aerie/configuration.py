@@ -317,6 +317,8 @@ class Plan:
     def _evaluate(self, run: Run) -> dict[str, Any]:
         apart = ("prompts", "validation_prompts", "min_acceptance_length")
         settings = {name: value for name, value in self.config["evaluation"].items() if name not in apart}
+        limits = [limit for limit in (settings["max_prompts"], self.config["max_samples"]) if limit is not None]
+        settings["max_prompts"] = min(limits, default=None)
         settings["template_options"] = self.config["datasets"][run.dataset]["template_options"]
         # Speeds are part of the result, and so is everything that they depend on.
         return settings | self._computation(run.target) | {"engine": self.engine(run.target)}

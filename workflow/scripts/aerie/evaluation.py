@@ -324,7 +324,7 @@ def summary(sets: PromptSets, runs: Runs, settings: dict[str, Any], rows: list[d
         "prompts": len(draft.answers),
         "num_draft_tokens": positions,
         "max_new_tokens": settings["max_new_tokens"],
-        "batch_size": head.batch_size,
+        "batch_size": min(head.batch_size, len(draft.answers)),
         "output_tokens": {engine: one.tokens for engine, one in passes.items()},
         "seconds": {engine: round(one.seconds, 3) for engine, one in passes.items()},
         "tokens_per_second": {engine: round(one.tokens_per_second, 1) for engine, one in passes.items()},
@@ -370,13 +370,15 @@ def _speed_rows(runs: Runs, head: Pass) -> list[dict[str, Any]]:
                 found.append(
                     {
                         "engine": engine,
-                        "batch_size": name.batch_size,
+                        "batch_size": min(name.batch_size, len(one.answers)),  # more are not there to be in flight
                         "output_tokens": one.tokens,
                         "seconds": round(one.seconds, 3),
                         "tokens_per_second": round(one.tokens_per_second, 1),
                         "speed_up": round(one.tokens_per_second / runs["baseline"].passes[name].tokens_per_second, 3),
                         "time_to_first_token_ms": latency([answer.first_token_seconds for answer in one.answers]),
-                        "time_per_output_token_ms": latency([answer.seconds_per_token for answer in one.answers]),
+                        "time_per_output_token_ms": latency(
+                            [answer.seconds_per_token for answer in one.answers if len(answer.token_ids) > 1] or [0.0]
+                        ),
                     }
                 )
     return sorted(found, key=lambda row: (row["batch_size"], ENGINES.index(row["engine"])))
