@@ -267,6 +267,7 @@ def _svg(name: str, draw: Callable[["Axes"], None], height: float) -> str:
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")
         axes = figure.add_subplot()
         draw(axes)
+        axes.set_axisbelow(True)
         axes.grid(True, alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         handles, labels = axes.get_legend_handles_labels()
