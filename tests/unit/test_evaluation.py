@@ -240,7 +240,8 @@ def test_summary_by_hand(tmp_path):
 def test_golden(tmp_path):
     """The same answers give the same files for ever, or VERSION is raised (then record the new digest with it)."""
     recorded = {2: "e561d2d927d342b0258e655952d795ac8d1cf92d05a06c63541ddd05e4a12035"}
-    evaluate_draft.write_results(*handmade(), tmp_path)
+    sets, runs, settings, tokenizer = handmade()
+    evaluate_draft.write_results(sets, runs, settings, tokenizer, tmp_path)
     table = pq.read_table(tmp_path / "per_prompt.parquet")
     content = (tmp_path / "acceptance.json").read_text() + str(table.schema) + json.dumps(table.to_pylist())
     assert hashlib.sha256(content.encode()).hexdigest() == recorded[evaluate_draft.VERSION]

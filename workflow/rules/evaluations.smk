@@ -31,7 +31,7 @@ rule evaluate_draft:
     params:
         store=config["store"],
     shell:
-        "evaluate_draft.py --recipe {input.recipe} --target {input.target} --draft \"$(dirname {input.draft[0]:q})\""
+        'evaluate_draft.py --recipe {input.recipe} --target {input.target} --draft "$(dirname {input.draft[0]:q})"'
         " --gpus {resources.gpu} --store {params.store:q} --output results/evaluations/{wildcards.run} --log {log}"
 
 

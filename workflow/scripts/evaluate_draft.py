@@ -27,7 +27,7 @@ from aerie import cli, drafts, evaluation, generation
 from aerie.chat import Renderer
 from aerie.devices import lease
 from aerie.errors import AerieError, ProcessFailed, describe_exit
-from aerie.evaluation import ENGINES, EngineRun, PassResult, PromptSets, planned_passes
+from aerie.evaluation import ENGINES, EngineRun, Pass, PassResult, PromptSets, planned_passes
 from aerie.keys import digest_of
 from aerie.provenance import versions
 from aerie.stage import Recipe, StageResult, locked, read_manifest, run_stage, write_atomically
@@ -184,7 +184,7 @@ def run_engine(engine: str, recipe: Recipe, target: Target, draft: Path, prompts
         enable_prefix_caching=False,  # else the second request for a common beginning would look faster
         disable_log_stats=False,  # they hold each request's times
     )
-    passes = {}
+    passes: dict[Pass, PassResult] = {}
     for planned in planned_passes(list(sets), settings["temperatures"], settings["batch_sizes"]):
         ids = sets[planned.prompt_set]
         if not passes:

@@ -89,19 +89,6 @@ class Engine:
         self._end_tokens = list(end_tokens)
         self._numbers = itertools.count()
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-    ) -> list[Answer]:
-        """Answers in the order of the prompts; greedy at temperature 0. With a seed, the same call gives the same answers."""
-        answers: dict[int, Answer] = {}
-        self.converse(dict(enumerate(prompts)), answers.__setitem__, max_new_tokens, temperature, top_p, seed)
-        return [answers[number] for number in range(len(prompts))]
-
     def converse(
         self,
         prompts: Mapping[int, Sequence[int]],
@@ -112,7 +99,8 @@ class Engine:
         seed: int | None = None,
     ) -> None:
         """Holds conversations: `reply` is given a conversation's number and the answer, and gives its next prompt, or None
-        at its end. No conversation waits for the turns of another."""
+        at its end. No conversation waits for the turns of another. Greedy at temperature 0; with a seed, the same call
+        gives the same answers."""
         from vllm import SamplingParams
 
         if seed is not None:
@@ -166,12 +154,14 @@ class Engine:
                 engine.add_request(name, {"prompt_token_ids": list(ids)}, sampling)
 
         send(batch_size)
-        while in_flight:
+        while engine.has_unfinished_requests():
             finished = [output for output in engine.step() if output.finished]
             for output in finished:
                 number = in_flight.pop(output.request_id)
                 found[number] = _served(output, number)
             send(len(finished))
+        if in_flight:
+            raise AerieError(f"vLLM ended without an answer to {len(in_flight)} of its prompts")
         return [found[number] for number in range(len(prompts))]
 
     def counters(self) -> SpeculationCounters:
