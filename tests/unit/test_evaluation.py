@@ -31,7 +31,7 @@ SETTINGS = {
     "num_draft_tokens": 3,
     "max_new_tokens": 20,
     "max_prompts": None,
-    "batch_sizes": [10, 2],
+    "batch_sizes": [20, 8],
     "temperatures": [0, 0.8],
     "ngram": True,
     "dtype": "float32",
@@ -433,7 +433,7 @@ def test_every_engine_set_temperature_and_batch_size_is_there(served):
     assert sorted(passes) == sorted((e, s, t) for e in ("draft", "ngram") for s in ("questions", "others") for t in (0, 0.8))
     assert all(row["steps"] > 0 for row in found["acceptance"])
     assert [(row["batch_size"], row["engine"]) for row in found["speed"]] == [
-        (s, e) for s in (2, 10) for e in ("baseline", "ngram", "draft")
+        (s, e) for s in (8, 20) for e in ("baseline", "ngram", "draft")
     ]
     for row in found["speed"]:
         assert row["tokens_per_second"] == pytest.approx(row["output_tokens"] / row["seconds"], rel=0.01)
