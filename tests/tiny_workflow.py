@@ -31,7 +31,7 @@ CONFIG: dict[str, Any] = {
         }
     },
     "drafts": {"eagle3": {"stored_dtype": "float32", "vocab_size": 270, "training": {"epochs": 1, "batch_tokens": 256}}},
-    "evaluation": {"prompts": "prompts.jsonl", "max_new_tokens": 16},
+    "evaluation": {"prompts": {"talk": "prompts.jsonl"}, "max_new_tokens": 16},
 }
 
 

@@ -23,6 +23,7 @@ STAGES = [
     "map_vocabulary",
     "train_draft",
     "evaluate_draft",
+    "check_acceptance",
     "build_report",
     "fetch_package_file",
 ]
@@ -35,7 +36,7 @@ def plan(tmp_path, rows="run\ttarget\tdataset\tdraft\na\tt\td\tbig\nb\tt\td\tsma
         "targets": {"t": {"hub_id": "a/b", "revision": "0" * 40, "tensor_parallel": 4}},
         "datasets": {"d": {"sources": ["x.jsonl"], "regenerate": {"max_prompts": 50}}},
         "drafts": {"big": {"vocab_size": 64000}, "small": {"aux_layer_ids": [1, 5, 9]}},
-        "evaluation": {"prompts": "p.jsonl"},
+        "evaluation": {"prompts": {"some": "p.jsonl"}},
         **top,
     }
     validate(config, schema=str(ROOT / "workflow/schemas/config.schema.yaml"))
@@ -120,6 +121,7 @@ def test_the_smaller_limit_counts(tmp_path):
     made = plan(tmp_path, max_samples=10)
     assert settings(made, "regenerate_responses", "t/d")["max_prompts"] == 10
     assert settings(made, "prepare_dataset", "t/d")["max_samples"] == 10
+    assert settings(made, "evaluate_draft", "a")["max_prompts"] == 10
 
 
 def test_a_recipe_changes_with_its_own_settings_only(tmp_path):
@@ -134,7 +136,7 @@ def test_a_preset_is_complete_and_takes_nothing_from_the_demo():
         validate(config, schema=str(ROOT / "workflow/schemas/config.schema.yaml"))
         config["runs"] = str(ROOT / config["runs"])
         [run] = Plan(config, dict.fromkeys(STAGES, 1), True).runs.values()
-        assert config["evaluation"]["batch_size"] == 16 and config["targets"][run.target]["tensor_parallel"] in (1, 8)
+        assert config["evaluation"]["batch_sizes"] == [1, 8, 32] and config["targets"][run.target]["tensor_parallel"] in (1, 8)
 
 
 def test_options_that_change_the_computation_are_in_the_recipes(tmp_path):
@@ -142,6 +144,44 @@ def test_options_that_change_the_computation_are_in_the_recipes(tmp_path):
     made = plan(tmp_path, targets=fp8)
     for stage, name in (("extract_hidden_states", "t/d/default_bfloat16"), ("regenerate_responses", "t/d"), ("evaluate_draft", "a")):
         assert settings(made, stage, name)["value_options"] == {"quantization": "fp8"}
+
+
+def test_a_draft_made_elsewhere_is_evaluated_only(tmp_path):
+    drafts = {"big": {"path": "theirs"}, "small": {"vocab_size": 64}}
+    alone = plan(tmp_path, rows="run\ttarget\tdataset\tdraft\na\tt\td\tbig\n", drafts=drafts)
+    assert [stage for stage, _ in alone.steps(alone.runs["a"])] == ["fingerprint_target", "preflight_target", "evaluate_draft"]
+    assert not {stage for stage, _ in alone.recipes} & {"prepare_dataset", "extract_hidden_states", "map_vocabulary", "train_draft"}
+    # Beside a run that trains, each has its own stages; with its own prompts from the dataset, it needs that.
+    both = plan(tmp_path, drafts=drafts, evaluation={"prompts": {"some": "p.jsonl"}, "validation_prompts": True})
+    assert [stage for stage, _ in both.steps(both.runs["a"])][2:] == ["regenerate_responses", "prepare_dataset", "evaluate_draft"]
+    assert "train_draft" in [stage for stage, _ in both.steps(both.runs["b"])]
+    runtime = json.loads(both.recipes["evaluate_draft", "a"])["runtime"]
+    assert runtime["draft"] == "theirs" and runtime["prompts"] == [["some", "p.jsonl"], ["validation", "results/datasets/t/d"]]
+
+
+def test_prompt_sets_keep_their_order_and_their_names_decide(tmp_path):
+    made = [
+        plan(tmp_path, evaluation={"prompts": dict(sets)})
+        for sets in ([("x", "1"), ("y", "2")], [("y", "2"), ("x", "1")], [("x", "1"), ("z", "2")])
+    ]
+    assert json.loads(made[1].recipes["evaluate_draft", "a"])["runtime"]["prompts"] == [["y", "2"], ["x", "1"]]
+    assert len({one.recipe_digest("evaluate_draft", "a") for one in made}) == 3
+
+
+def test_a_least_acceptance_is_no_part_of_the_evaluation(tmp_path):
+    before, after = plan(tmp_path), plan(tmp_path, evaluation={"prompts": {"some": "p.jsonl"}, "min_acceptance_length": 2})
+    assert {step: text for step, text in after.recipes.items() if before.recipes.get(step) != text} == {
+        step: after.recipes[step] for step in (("check_acceptance", "a"), ("check_acceptance", "b"))
+    }
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"prompts": "p.jsonl"}, {"prompts": {"validation": "p.jsonl"}}, {"prompts": {"a": "p"}, "temperatures": [0.7]}, {"prompts": {}}],
+)
+def test_a_wrong_evaluation_is_an_error(tmp_path, wrong):
+    with pytest.raises(WorkflowError, match="evaluation"):
+        plan(tmp_path, evaluation=wrong)
 
 
 def test_auto_follows_the_machine(tmp_path):

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import evaluate_draft
 import train_draft
 from aerie import vocabulary
 from aerie.checkpoints import Checkpoints
@@ -646,9 +645,6 @@ def test_a_drafts_map_is_checked_on_every_load(problem, trained, tmp_path: Path)
         folder = changed(name, **tensors)
         with pytest.raises(AerieError, match=message):
             vocabulary.draft_map(folder)
-        with pytest.raises(AerieError, match=message):
-            evaluate_draft.check_draft(folder)
-    evaluate_draft.check_draft(trained.out)
 
 
 def test_model_card_says_what_the_draft_is(problem, trained):

@@ -100,7 +100,7 @@ def test_an_unknown_key_is_named(tmp_path):
 def test_every_rule_declares_log_environment_resources_and_benchmark():
     texts = [path.read_text() for path in sorted((ROOT / "workflow/rules").glob("*.smk"))]
     rules = [part for text in texts for part in re.split(r"^rule ", text, flags=re.MULTILINE)[1:]]
-    assert len(rules) == 19
+    assert len(rules) == 20
     for text in rules:
         name = text.split(":")[0]
         for directive in ("log:", "conda:", "resources:", "shell:", *(["benchmark:"] if name not in UTILITIES else [])):

@@ -10,8 +10,9 @@ SCRIPTS = f"{workflow.basedir}/workflow/scripts"
 sys.path.insert(0, SCRIPTS)
 
 from aerie.cli import put_on_path
-from aerie.configuration import Plan, engine_versions, read_versions
+from aerie.configuration import FOLDERS, Plan, engine_versions, read_versions
 from aerie.devices import has_driver
+from aerie.drafts import draft_files
 from aerie.errors import AerieError
 from aerie.files import end_future
 from aerie.sources import Source
@@ -57,8 +58,14 @@ def get_recipe_text(wildcards):
 def get_final_files():
     """The report, every run's results, and every recipe: a missing intermediate file alone makes Snakemake do nothing."""
     recipes = [recipe_file(stage, name) for stage, name in PLAN.recipes]
-    drafts = [f"results/drafts/{run}/manifest.json" for run in PLAN.runs]
+    drafts = [
+        f"results/drafts/{run.run}/manifest.json"
+        for run in PLAN.runs.values()
+        if PLAN.trains(run)
+    ]
     evaluations = [f"results/evaluations/{run}/acceptance.json" for run in PLAN.runs]
+    if config["evaluation"]["min_acceptance_length"] is not None:
+        evaluations += [f"results/evaluations/{run}/accepted" for run in PLAN.runs]
     return [
         "results/report.html",
         "results/summary.txt",
@@ -198,7 +205,9 @@ def get_training_gpus(wildcards, input):
     if not gpus or not all(file.exists() for file in files):
         return gpus
     digests = input_digests(manifests, PLAN.init_from(PLAN.runs[wildcards.run]))
-    return 0 if is_in_store(Path(input.recipe), digests, Path(config["store"])) else gpus
+    return (
+        0 if is_in_store(Path(input.recipe), digests, Path(config["store"])) else gpus
+    )
 
 
 def get_training_threads(wildcards):
@@ -213,21 +222,29 @@ def get_evaluation_threads(wildcards):
     return get_engine_threads(PLAN.runs[wildcards.run])
 
 
+def get_draft_files(wildcards):
+    """The draft that a run evaluates: the one trained here, or the files of one made elsewhere."""
+    run = PLAN.runs[wildcards.run]
+    if PLAN.trains(run):
+        return [f"results/drafts/{run.run}/manifest.json"]
+    folder = Path(PLAN.draft(run)["path"])
+    return list(map(str, draft_files(folder)))
+
+
+def get_prompt_files(wildcards):
+    """The files behind the prompt sets of a run's evaluation."""
+    paths = PLAN.prompts(PLAN.runs[wildcards.run]).items()
+    return [
+        f"{path}/manifest.json" if name == "validation" else path
+        for name, path in paths
+    ]
+
+
 def get_report_inputs(wildcards):
     """Every manifest that the report reads."""
-    files = []
+    files = set()
     for run in PLAN.runs.values():
-        states = f"results/hidden_states/{run.target}/{run.dataset}/{PLAN.capture(run)}"
-        files += [
-            f"results/datasets/{run.target}/{run.dataset}/manifest.json",
-            f"{states}/manifest.json",
-        ]
-        files += [
-            f"results/{stage}/{run.run}/manifest.json"
-            for stage in ("vocab_maps", "drafts", "evaluations")
-        ]
-        if PLAN.regenerates(run.dataset):
-            files.append(
-                f"results/regenerated/{run.target}/{run.dataset}/manifest.json"
-            )
-    return sorted(set(files))
+        for stage, name in PLAN.steps(run):
+            if stage in FOLDERS and stage != "convert_target":
+                files.add(f"results/{FOLDERS[stage]}/{name}/manifest.json")
+    return sorted(files)

@@ -36,7 +36,12 @@ rule prepare_dataset:
         samples=directory("results/datasets/{target}/{dataset}/samples"),
         stats="results/datasets/{target}/{dataset}/stats.json",
         rejects="results/datasets/{target}/{dataset}/rejects.jsonl",
-        audit="results/datasets/{target}/{dataset}/audit.html",
+        audit=report(
+            "results/datasets/{target}/{dataset}/audit.html",
+            caption="../report/audit.rst",
+            category="Datasets",
+            labels={"target": "{target}", "dataset": "{dataset}"},
+        ),
         manifest="results/datasets/{target}/{dataset}/manifest.json",
     log:
         "results/logs/prepare_dataset/{target}/{dataset}.log",

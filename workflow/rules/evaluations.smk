@@ -1,15 +1,21 @@
 localrules:
     build_report,
+    check_acceptance,
 
 
 rule evaluate_draft:
     input:
         recipe=get_recipe("evaluate_draft", "{run}"),
         target=get_run_file("results/targets/{target}/fingerprint.json"),
-        draft="results/drafts/{run}/manifest.json",
-        prompts=config["evaluation"]["prompts"],
+        draft=get_draft_files,
+        prompts=get_prompt_files,
     output:
-        acceptance="results/evaluations/{run}/acceptance.json",
+        acceptance=report(
+            "results/evaluations/{run}/acceptance.json",
+            caption="../report/acceptance.rst",
+            category="Evaluations",
+            labels={"run": "{run}"},
+        ),
         per_prompt="results/evaluations/{run}/per_prompt.parquet",
         manifest="results/evaluations/{run}/manifest.json",
     log:
@@ -25,8 +31,27 @@ rule evaluate_draft:
     params:
         store=config["store"],
     shell:
-        "evaluate_draft.py --recipe {input.recipe} --target {input.target} --draft $(dirname {input.draft})"
-        " --prompts {input.prompts:q} --gpus {resources.gpu} --store {params.store:q} --output results/evaluations/{wildcards.run} --log {log}"
+        'evaluate_draft.py --recipe {input.recipe} --target {input.target} --draft "$(dirname {input.draft[0]:q})"'
+        " --gpus {resources.gpu} --store {params.store:q} --output results/evaluations/{wildcards.run} --log {log}"
+
+
+rule check_acceptance:
+    input:
+        recipe=get_recipe("check_acceptance", "{run}"),
+        acceptance="results/evaluations/{run}/acceptance.json",
+        report="results/report.html",  # first, so that it is there to see why
+    output:
+        touch("results/evaluations/{run}/accepted"),
+    log:
+        "results/logs/check_acceptance/{run}.log",
+    benchmark:
+        "results/benchmarks/check_acceptance/{run}.tsv"
+    conda:
+        ENVIRONMENT
+    resources:
+        mem_mb=200,
+    shell:
+        "check_acceptance.py --recipe {input.recipe} --acceptance {input.acceptance} --log {log}"
 
 
 rule build_report:
@@ -34,8 +59,18 @@ rule build_report:
         recipe=get_recipe("build_report", "report"),
         manifests=get_report_inputs,
     output:
-        report="results/report.html",
-        summary="results/summary.txt",
+        report=report(
+            "results/report.html",
+            caption="../report/report.rst",
+            category="All runs",
+            labels={"what": "report"},
+        ),
+        summary=report(
+            "results/summary.txt",
+            caption="../report/summary.rst",
+            category="All runs",
+            labels={"what": "summary"},
+        ),
     log:
         "results/logs/build_report.log",
     benchmark:

@@ -68,7 +68,12 @@ rule preflight_target:
         sources=ancient(get_target_sources),  # their size and roles; the stages that use them look at every row
     output:
         findings="results/preflight/{target}.json",
-        table="results/preflight/{target}.txt",
+        table=report(
+            "results/preflight/{target}.txt",
+            caption="../report/preflight.rst",
+            category="Targets",
+            labels={"target": "{target}"},
+        ),
     log:
         "results/logs/preflight_target/{target}.log",
     benchmark:

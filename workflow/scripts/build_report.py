@@ -10,9 +10,10 @@ import argparse
 from pathlib import Path
 
 from aerie import cli, report
+from aerie.run_results import collect
 from aerie.stage import Recipe, write_atomically
 
-VERSION = 1
+VERSION = 2
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -26,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(args: argparse.Namespace) -> None:
     rows = Recipe.read(args.recipe).settings["runs"]
-    runs = [report.collect(args.results, *row) for row in rows]
+    runs = [collect(args.results, *row) for row in rows]
     summary = report.summary_text(runs)
     write_atomically(args.output, report.page(runs))
     if args.summary:

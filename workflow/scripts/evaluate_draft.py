@@ -1,15 +1,17 @@
 #!/usr/bin/env python
 """Serves the draft with vLLM and measures it: acceptance, speed with and without it, and whether the outputs agree.
 
-    evaluate_draft.py --recipe R --target fingerprint.json --draft DIR --prompts FILE --store S --output DIR --log L
+    evaluate_draft.py --recipe R --target fingerprint.json --draft DIR --store S --output DIR --log L
 
-Each of the two runs is a process of its own (--role baseline, --role draft; this command starts them), so that one
-engine's memory is free for the next. The run without a draft is kept in the store and serves every draft of the same
-target, prompts, settings and device.
+Each engine (no speculation, n-gram speculation if wanted, the draft) is a process of its own (--engine; this command starts
+them), so that one's memory is free for the next. It is loaded once and answers all prompt sets, at every temperature and
+batch size. What needs no draft is kept in the store and serves every draft of the same target, prompts, settings and device.
 
 Output: acceptance.json, per_prompt.parquet, manifest.json.
-Settings: num_draft_tokens, max_new_tokens, max_prompts (null: all), batch_size (requests at once), dtype.
-Runtime: device, tensor_parallel, engine_options.
+Settings: num_draft_tokens, max_new_tokens, max_prompts (of each set; null: all), batch_sizes (requests at once), temperatures,
+ngram, dtype.
+Runtime: prompts ([[name, file of conversations or a dataset's folder]], the first one decides), draft (the folder of one that
+was made elsewhere), device, tensor_parallel, engine_options.
 """
 
 import argparse
@@ -21,48 +23,71 @@ import time
 from pathlib import Path
 from typing import Any
 
-from aerie import cli, evaluation, generation
+from aerie import cli, drafts, evaluation, generation
 from aerie.chat import Renderer
-from aerie.conversations import read_conversations
 from aerie.devices import lease
 from aerie.errors import AerieError, ProcessFailed, describe_exit
-from aerie.evaluation import EvaluationPrompt, Half
-from aerie.keys import digest_of, file_sha256
+from aerie.evaluation import ENGINES, EngineRun, Pass, PassResult, PromptSets, planned_passes
+from aerie.keys import digest_of
 from aerie.provenance import versions
 from aerie.stage import Recipe, StageResult, locked, read_manifest, run_stage, write_atomically
 from aerie.targets import Target
 from aerie.vocabulary import draft_map
 
-VERSION = 1
+VERSION = 2
+NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+IN_MANIFEST = (
+    *("acceptance_length", "accepted_per_position", "confidence", "drafts", "draft_tokens", "accepted_tokens", "tokens_past_the_end"),
+    *("prompt_set", "prompts", "num_draft_tokens", "max_new_tokens", "batch_size", "output_tokens", "seconds", "tokens_per_second"),
+    *("speed_up", "identical_outputs", "device", "dtype"),
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = cli.engine_parser(__doc__)
-    parser.add_argument("--draft", type=Path, required=True, help="folder of the draft: config.json, model.safetensors, manifest.json")
-    parser.add_argument("--prompts", type=Path, required=True, help="MT-Bench's question.jsonl, or conversations (first turns)")
-    parser.add_argument("--role", choices=["baseline", "draft"], help="run only this half (used by this command itself)")
+    parser.add_argument(
+        "--draft", type=Path, required=True, help="folder of the draft: config.json, weights, and manifest.json if trained here"
+    )
+    parser.add_argument("--engine", choices=ENGINES, help="run this engine only (used by this command itself)")
+    parser.add_argument("--prompts", type=Path, help="the prompts as token ids (used by this command itself)")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
     recipe = Recipe.read(args.recipe)
     target = Target.read(args.target)
-    if args.role:
-        write_atomically(args.output, run_half(args.role, recipe, target, args.draft, args.prompts).to_json())
+    if args.engine:
+        found = run_engine(args.engine, recipe, target, args.draft, json.loads(args.prompts.read_text()))
+        write_atomically(args.output, found.to_json())
         return
-    inputs = {"target": target.digest, "draft": read_manifest(args.draft)["digest"], "prompts": file_sha256(args.prompts)}
+    paths = {name: Path(path) for name, path in recipe.runtime["prompts"]}
+    inputs = {
+        "target": target.digest,
+        "draft": drafts.files_digest(args.draft) if recipe.runtime.get("draft") else read_manifest(args.draft)["digest"],
+        "prompts": digest_of([[name, evaluation.prompts_digest(path)] for name, path in paths.items()]),
+    }
 
     def compute(work: Path, out: Path) -> StageResult:
-        check_draft(args.draft)
+        drafts.check_kind(args.draft)
+        if not recipe.runtime.get("draft"):
+            draft_map(args.draft)
+        tokenizer = target.tokenizer()
+        renderer = Renderer(tokenizer, [], recipe.settings.get("template_options"))
+        limit = recipe.settings["max_prompts"]
+        sets = {name: evaluation.read_prompts(path, renderer, tokenizer, limit) for name, path in paths.items()}
+        check_lengths(paths, sets, generation.length_limit(target, recipe.runtime), recipe.settings["max_new_tokens"])
+        tokens = {name: [prompt.token_ids for prompt in prompts] for name, prompts in sets.items()}
+        args.prompts = work / "prompts.json"
+        write_atomically(args.prompts, json.dumps({"end_tokens": target.end_tokens(tokenizer), "sets": tokens}))
         # The children inherit the lease with the environment; this process touches no GPU.
-        key = baseline_key(recipe, target, inputs["prompts"])
-        baseline = args.store / "baselines" / f"{key}.json"
-        if not baseline.exists():
-            with locked(baseline.with_suffix(".lock"), "baseline"), lease(recipe.runtime["gpus"], args.gpus):
-                half_of("baseline", baseline, args)
-        with lease(recipe.runtime["gpus"], args.gpus):
-            # Named by the key, so that a half measured on another device is not taken up.
-            return evaluate(args, recipe, target, baseline, work / f"draft-{key[:16]}.json", out)
+        runs = {}
+        for engine in ENGINES:
+            if engine != "ngram" or recipe.settings["ngram"]:
+                key = engine_key(engine, recipe, target, inputs["prompts"])
+                # The draft's own is named by the key too, so that one measured on another device is not taken up.
+                path = work / f"draft-{key[:16]}.json" if engine == "draft" else args.store / "baselines" / f"{key}.json"
+                runs[engine] = engine_run(engine, path, recipe, args)
+        return write_results(sets, runs, recipe.settings, tokenizer, out)
 
     manifest = run_stage(recipe, VERSION, inputs, args.output, args.store, compute, args.log)
     found = manifest["figures"]
@@ -74,130 +99,107 @@ def main(args: argparse.Namespace) -> None:
     )
 
 
-def evaluate(args: argparse.Namespace, recipe: Recipe, target: Target, baseline_path: Path, draft_path: Path, out: Path) -> StageResult:
-    """Runs the draft's half if it is not there yet, compares the halves and writes the stage's files."""
-    baseline = half_of("baseline", baseline_path, args)
-    draft = half_of("draft", draft_path, args)
-    tokenizer = target.tokenizer()
-    prompts = prompts_of(args.prompts, tokenizer, recipe.settings)
-    if not len(prompts) == len(baseline.token_ids) == len(draft.token_ids):
-        raise AerieError(
-            f"{len(prompts)} prompts, but {len(baseline.token_ids)} answers without and {len(draft.token_ids)} with the draft. "
-            f"Delete {baseline_path} and run snakemake again."
-        )
-    summary = evaluation.summary(baseline, draft, recipe.settings)
+def write_results(sets: PromptSets, runs: evaluation.Runs, settings: dict[str, Any], tokenizer: Any, out: Path) -> StageResult:
+    """Counts and compares what the engines answered, and writes the stage's files."""
+    rows = evaluation.per_prompt(sets, runs, max(settings["batch_sizes"]), tokenizer)
+    summary = evaluation.summary(sets, runs, settings, rows, tokenizer)
     (out / "acceptance.json").write_text(json.dumps(summary, indent=1) + "\n")
-    evaluation.write_per_prompt(evaluation.per_prompt(prompts, baseline, draft, tokenizer), out / "per_prompt.parquet")
-    return StageResult(figures={name: value for name, value in summary.items() if name != "notes"})
+    evaluation.write_per_prompt(rows, out / "per_prompt.parquet")
+    return StageResult(figures={name: summary[name] for name in IN_MANIFEST})
 
 
-def check_draft(folder: Path) -> None:
-    """AerieError where vLLM could not load the draft, before the target is loaded for it."""
-    config = folder / "config.json"
-    try:
-        kind = json.loads(config.read_text()).get("speculators_model_type")
-    except (OSError, ValueError) as error:
-        kind = f"unreadable ({error})"
-    if kind != "eagle3":
-        raise AerieError(f"{config}: speculators_model_type is {kind}; expected an EAGLE-3 draft as train_draft writes it. Run snakemake.")
-    draft_map(folder)
+def check_lengths(paths: dict[str, Path], sets: PromptSets, limit: int, max_new_tokens: int) -> None:
+    """AerieError, naming the place, for a prompt that leaves no room for an answer."""
+    for name, prompts in sets.items():
+        longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+        if len(longest.token_ids) + max_new_tokens > limit:
+            raise AerieError(
+                f"{paths[name]}:{longest.line}: a prompt of {len(longest.token_ids)} tokens and {max_new_tokens} new ones exceed the "
+                f"target's {limit}. Lower max_new_tokens or take shorter prompts."
+            )
 
 
-def baseline_key(recipe: Recipe, target: Target, prompts_digest: str) -> str:
-    """Key of the run without a draft: everything that its answers or its speed depend on, the device included."""
-    tensor_parallel = int(recipe.runtime.get("tensor_parallel") or 1)
+def engine_key(engine: str, recipe: Recipe, target: Target, prompts_digest: str) -> str:
+    """Key of an engine's answers, the draft apart: everything that they or their speed depend on, the device included."""
+    unread = {"baseline": ("num_draft_tokens", "ngram")}.get(engine, ("ngram",))
     parts = {
         "version": VERSION,
+        "engine": engine,
         "target": target.digest,
         "prompts": prompts_digest,
-        "settings": {name: value for name, value in recipe.settings.items() if name != "num_draft_tokens"},
+        "settings": {name: value for name, value in recipe.settings.items() if name not in unread},
         "engine_options": recipe.runtime.get("engine_options") or {},
-        "device": generation.device_name(tensor_parallel),
-        "engine": {name: version for name, version in versions().items() if name.startswith(("vllm", "torch"))},
+        "device": generation.device_name(int(recipe.runtime.get("tensor_parallel") or 1)),
+        "versions": {name: version for name, version in versions().items() if name.startswith(("vllm", "torch"))},
     }
     return digest_of(parts)
 
 
-def half_of(role: str, path: Path, args: argparse.Namespace) -> Half:
-    """One half: as found at `path`, or run in a child process that writes it there."""
-    if path.exists():
-        cli.say(f"evaluate: found the answers {phrase(role)} from an earlier run")
-    else:
-        cli.say(f"evaluate: answering the prompts {phrase(role)}")
-        command = [sys.executable, sys.argv[0], "--role", role, "--output", str(path)]
-        for name in ("recipe", "store", "target", "draft", "prompts"):
-            command += [f"--{name}", str(getattr(args, name))]
-        # The child's output goes to the log with ours; it inherits the lock on this stage, and so outlives us safely.
-        done = subprocess.run(command, check=False, close_fds=False, stdin=subprocess.DEVNULL)
-        if done.returncode or not path.exists():
-            raise ProcessFailed(f"the run {phrase(role)} {describe_exit(done.returncode)}")
-    return Half.from_json(path.read_text())
+def engine_run(engine: str, path: Path, recipe: Recipe, args: argparse.Namespace) -> EngineRun:
+    """An engine's answers: as found at `path`, or made by a child process that writes them there."""
+    if not path.exists():
+        with locked(path.with_suffix(".lock"), engine), lease(recipe.runtime["gpus"], args.gpus):
+            if not path.exists():  # else another run of the same made it meanwhile
+                cli.say(f"evaluate: answering the prompts {phrase(engine)}")
+                command = [sys.executable, sys.argv[0], "--engine", engine, "--output", str(path)]
+                for name in ("recipe", "store", "target", "draft", "prompts"):
+                    command += [f"--{name}", str(getattr(args, name))]
+                # The child's output goes to the log with ours; it inherits the lock on this stage, and so outlives us safely.
+                done = subprocess.run(command, check=False, close_fds=False, stdin=subprocess.DEVNULL)
+                if done.returncode or not path.exists():
+                    raise ProcessFailed(f"the run {phrase(engine)} {describe_exit(done.returncode)}")
+                return EngineRun.from_json(path.read_text())
+    cli.say(f"evaluate: found the answers {phrase(engine)} from an earlier run")
+    return EngineRun.from_json(path.read_text())
 
 
-def phrase(role: str) -> str:
-    return "with the draft" if role == "draft" else "without a draft"
+def phrase(engine: str) -> str:
+    return {"baseline": "without a draft", "ngram": "with n-gram speculation", "draft": "with the draft"}[engine]
 
 
-def run_half(role: str, recipe: Recipe, target: Target, draft: Path, prompts_file: Path) -> Half:
-    """Answers all prompts with or without the draft, after a warm-up prompt; greedy."""
+def run_engine(engine: str, recipe: Recipe, target: Target, draft: Path, prompts: dict[str, Any]) -> EngineRun:
+    """Loads an engine and answers all prompts in every pass, after a warm-up."""
     settings, runtime = recipe.settings, recipe.runtime
-    if generation.device_type(runtime.get("device", "auto")) == "cpu":
+    on_cpu = generation.device_type(runtime.get("device", "auto")) == "cpu"
+    if on_cpu:
         # vLLM-CPU cannot hold caches of latent and plain attention side by side ("No common block size"), so a target with
-        # latent attention, whose draft has plain attention, is computed in the plain form, which is equal. In both halves.
+        # latent attention, whose draft has plain attention, is computed in the plain form, which is equal. In every engine.
         os.environ["VLLM_MLA_DISABLE"] = "1"
     dtype = settings.get("dtype") or "auto"
-    tokenizer = target.tokenizer()
-    prompts = prompts_of(prompts_file, tokenizer, settings)
-    end_tokens = target.end_tokens(tokenizer)
-    longest = max(len(prompt.token_ids) for prompt in prompts)
+    sets: dict[str, list[list[int]]] = prompts["sets"]
+    speculation = {
+        "baseline": None,
+        "ngram": NGRAM | {"num_speculative_tokens": settings["num_draft_tokens"]},
+        "draft": {"method": "eagle3", "model": str(draft), "num_speculative_tokens": settings["num_draft_tokens"]},
+    }[engine]
+    longest = max(len(ids) for one in sets.values() for ids in one)
     # Speculation may run past the last token by one draft; without that room vLLM stops drafting near the end.
-    needed = longest + settings["max_new_tokens"] + (settings["num_draft_tokens"] + 1 if role == "draft" else 0)
-    limit = generation.length_limit(target, runtime)
-    if longest + settings["max_new_tokens"] > limit:
-        line = max(prompts, key=lambda prompt: len(prompt.token_ids)).line
-        raise AerieError(
-            f"{prompts_file}:{line}: a prompt of {longest} tokens and {settings['max_new_tokens']} new ones exceed the target's {limit}. "
-            "Lower max_new_tokens or take shorter prompts."
-        )
-    speculation = None
-    if role == "draft":
-        speculation = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": settings["num_draft_tokens"]}
-    engine = generation.start(
+    needed = longest + settings["max_new_tokens"] + (settings["num_draft_tokens"] + 1 if speculation else 0)
+    batch_size = max(settings["batch_sizes"])
+    served = generation.start(
         target,
         runtime,
-        end_tokens=end_tokens,
-        max_length=min(needed, limit),
+        end_tokens=prompts["end_tokens"],
+        max_length=min(needed, generation.length_limit(target, runtime)),
         dtype=dtype,
         speculation=speculation,
-        max_num_seqs=settings["batch_size"],
+        max_num_seqs=batch_size,
         enable_prefix_caching=False,  # else the second request for a common beginning would look faster
+        disable_log_stats=False,  # they hold each request's times
     )
-    ids = [prompt.token_ids for prompt in prompts]
-    engine.generate(ids[:1], settings["max_new_tokens"])
-    before = engine.counters() if speculation else None
-    started = time.monotonic()
-    answers = engine.generate(ids, settings["max_new_tokens"])
-    seconds = time.monotonic() - started
-    counters = engine.counters().since(before) if before else None
-    engine.close()
-    device = generation.device_name(int(runtime.get("tensor_parallel") or 1))
-    return Half(
-        role=role,
-        token_ids=[answer.token_ids for answer in answers],
-        texts=[answer.text for answer in answers],
-        finish_reasons=[answer.finish_reason for answer in answers],
-        seconds=seconds,
-        counters=counters,
-        device=device,
-        dtype=dtype,
-    )
-
-
-def prompts_of(path: Path, tokenizer: Any, settings: dict[str, Any]) -> list[EvaluationPrompt]:
-    """The evaluation's prompts as token ids."""
-    turns = evaluation.first_turns(read_conversations([path]), settings["max_prompts"])
-    renderer = Renderer(tokenizer, [], settings.get("template_options"))
-    return [EvaluationPrompt(line, messages[-1]["content"], renderer.prompt(messages)) for line, messages in turns]
+    passes: dict[Pass, PassResult] = {}
+    for planned in planned_passes(list(sets), settings["temperatures"], settings["batch_sizes"]):
+        ids = sets[planned.prompt_set]
+        if not passes:
+            served.serve(ids[: 1 if on_cpu else batch_size], settings["max_new_tokens"], batch_size)
+        before = served.counters() if speculation else None
+        started = time.monotonic()
+        answers = served.serve(ids, settings["max_new_tokens"], planned.batch_size, planned.temperature)
+        seconds = time.monotonic() - started
+        counters = served.counters().since(before) if before else None
+        passes[planned] = PassResult(answers, seconds, counters)
+    served.close()
+    return EngineRun(engine, generation.device_name(int(runtime.get("tensor_parallel") or 1)), dtype, passes)
 
 
 if __name__ == "__main__":

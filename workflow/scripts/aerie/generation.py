@@ -1,5 +1,6 @@
 """Text generation by vLLM: the one place where regeneration and evaluation start an engine and read its counters."""
 
+import itertools
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +51,21 @@ class SpeculationCounters:
         )
 
 
+@dataclass(frozen=True)
+class ServedAnswer:
+    """An answer with what serving it took.
+
+    first_token_seconds: from the request to its first token; seconds_per_token: between the tokens after it, on average.
+    accepted: tokens accepted of each verified draft, in order, counted by vLLM also where the answer ended before them.
+    """
+
+    token_ids: list[int]
+    finish_reason: str
+    first_token_seconds: float
+    seconds_per_token: float
+    accepted: list[int]
+
+
 class Reseeding:
     """Mixed into vLLM's workers (`worker_extension_cls`), so that sampling can start from a given seed.
 
@@ -71,19 +87,7 @@ class Engine:
     def __init__(self, llm: Any, end_tokens: Sequence[int]) -> None:
         self._llm = llm
         self._end_tokens = list(end_tokens)
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-    ) -> list[Answer]:
-        """Answers in the order of the prompts; greedy at temperature 0. With a seed, the same call gives the same answers."""
-        answers: dict[int, Answer] = {}
-        self.converse(dict(enumerate(prompts)), answers.__setitem__, max_new_tokens, temperature, top_p, seed)
-        return [answers[number] for number in range(len(prompts))]
+        self._numbers = itertools.count()
 
     def converse(
         self,
@@ -95,7 +99,8 @@ class Engine:
         seed: int | None = None,
     ) -> None:
         """Holds conversations: `reply` is given a conversation's number and the answer, and gives its next prompt, or None
-        at its end. No conversation waits for the turns of another."""
+        at its end. No conversation waits for the turns of another. Greedy at temperature 0; with a seed, the same call
+        gives the same answers."""
         from vllm import SamplingParams
 
         if seed is not None:
@@ -118,6 +123,47 @@ class Engine:
         if numbers:
             raise AerieError(f"vLLM ended without an answer to {len(numbers)} of its prompts")
 
+    def serve(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, batch_size: int, temperature: float = 0.0, seed: int = 0
+    ) -> list[ServedAnswer]:
+        """Answers in the order of the prompts, never more than batch_size of them in flight.
+
+        Needs an engine with statistics on (disable_log_stats=False). Tokens only: no text is made of them.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if temperature:
+            self._llm.collective_rpc("reseed", args=(seed,))
+        sampling = SamplingParams(
+            temperature=temperature,
+            max_tokens=max_new_tokens,
+            stop_token_ids=self._end_tokens,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        engine = self._llm.llm_engine
+        waiting = iter(enumerate(prompts))
+        in_flight: dict[str, int] = {}
+        found: dict[int, ServedAnswer] = {}
+
+        def send(count: int) -> None:
+            for number, ids in itertools.islice(waiting, count):
+                name = f"served-{next(self._numbers)}"
+                in_flight[name] = number
+                engine.add_request(name, {"prompt_token_ids": list(ids)}, sampling)
+
+        send(batch_size)
+        while engine.has_unfinished_requests():
+            finished = [output for output in engine.step() if output.finished]
+            for output in finished:
+                number = in_flight.pop(output.request_id)
+                found[number] = _served(output, number)
+            send(len(finished))
+        if in_flight:
+            raise AerieError(f"vLLM ended without an answer to {len(in_flight)} of its prompts")
+        return [found[number] for number in range(len(prompts))]
+
     def counters(self) -> SpeculationCounters:
         """vLLM's counters now; AerieError for an engine that does not speculate or was started without statistics."""
         return read_counters(self._llm.get_metrics())
@@ -130,10 +176,28 @@ class Engine:
 
 
 def _answer_of(output: Any, number: int) -> Answer:
+    made = _finished(output, number)
+    return Answer(list(made.token_ids), made.text, made.finish_reason)
+
+
+def _finished(output: Any, number: int) -> Any:
+    """The one sequence of a request's output; AerieError where vLLM ended it otherwise than a model does."""
     made = output.outputs[0]
     if made.finish_reason not in ("stop", "length"):
         raise AerieError(f"vLLM ended prompt {number} with {made.finish_reason!r}, expected 'stop' or 'length'")
-    return Answer(list(made.token_ids), made.text, made.finish_reason)
+    return made
+
+
+def _served(output: Any, number: int) -> ServedAnswer:
+    made, times = _finished(output, number), output.metrics
+    after_the_first = max(1, len(made.token_ids) - 1)
+    return ServedAnswer(
+        token_ids=list(made.token_ids),
+        finish_reason=made.finish_reason,
+        first_token_seconds=times.first_token_latency,
+        seconds_per_token=(times.last_token_ts - times.first_token_ts) / after_the_first,
+        accepted=list(made.spec_decode_metrics.per_step_accepted) if made.spec_decode_metrics else [],
+    )
 
 
 def read_counters(metrics: Sequence[Any]) -> SpeculationCounters:
@@ -186,7 +250,7 @@ def start(
     }
     if speculation:
         # The counters exist only with statistics on.
-        arguments |= {"speculative_config": speculation, "disable_log_stats": False}
+        arguments |= {"speculative_config": speculation, "disable_log_stats": False, "per_request_spec_decode_metrics": "detailed"}
     return Engine(LLM(**arguments), end_tokens)
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from .configuration import FOLDERS, Plan, Run
+from .drafts import draft_files, files_digest
 from .errors import AerieError
 from .extraction import Job
 from .hidden_states import HiddenStateStore
@@ -160,12 +161,11 @@ class Planner:
         if stage == "prepare_dataset":
             return inputs | {"sources": self._sources(self.plan.sources(*pair.split("/")), pair)}
         if stage == "evaluate_draft":
-            prompts = self._file(Path(self.plan.config["evaluation"]["prompts"]))
-            return inputs | {"draft": self.digest(("train_draft", name)), "prompts": prompts}
+            return inputs | {"draft": self._draft(run), "prompts": self._prompts(run)}
         inputs["dataset"] = self.digest(("prepare_dataset", pair))
         first = self.plan.init_from(run)
         if first and stage in ("map_vocabulary", "train_draft"):
-            inputs["init_from"] = self._draft(first)
+            inputs["init_from"] = self._first_draft(first)
         if stage == "train_draft":
             inputs["hidden_states"] = self.digest(("extract_hidden_states", f"{pair}/{self.plan.capture(run)}"))
             inputs["vocab_map"] = self.digest(("map_vocabulary", name))
@@ -214,6 +214,26 @@ class Planner:
         known_ones: dict[str, str] = {file: value for file, value in hashes.items() if isinstance(value, str)}
         return fingerprint_digest(known_ones) if hashes and len(known_ones) == len(hashes) else Until(step[0])
 
+    def _draft(self, run: Run) -> str | Until:
+        """Digest of the draft that a run evaluates."""
+        if self.plan.trains(run):
+            return self.digest(("train_draft", run.run))
+        folder = Path(self.plan.draft(run)["path"])
+        hashes = {path: self._file(path, "evaluate_draft") for path in draft_files(folder)}
+        unknown = next((one for one in hashes.values() if isinstance(one, Until)), None)
+        return unknown or files_digest(folder, lambda path: str(hashes[path]))
+
+    def _prompts(self, run: Run) -> str | Until:
+        """Digest of a run's prompt sets, in their order; one of them may be its dataset."""
+        found = []
+        for name, path in self.plan.prompts(run).items():
+            own = name == "validation"
+            digest = self.digest(("prepare_dataset", f"{run.target}/{run.dataset}")) if own else self._file(Path(path))
+            if isinstance(digest, Until):
+                return digest
+            found.append([name, digest])
+        return digest_of(found)
+
     def _sources(self, items: Sequence[Any], pair: str) -> str | Until:
         """Digest of a dataset's sources; one that is made by a stage has that stage's digest."""
         sources = [Source.of(item) for item in items]
@@ -226,7 +246,7 @@ class Planner:
         unknown = next((one for one in found.values() if isinstance(one, Until)), None)
         return unknown or sources_digest(sources, lambda file: str(found[file]))
 
-    def _draft(self, folder: Path) -> str | Until:
+    def _first_draft(self, folder: Path) -> str | Until:
         """Digest of a draft that another starts from: a run's of this plan, or one that is there."""
         made_by = folder.name if folder.parent == self.results / FOLDERS["train_draft"] else ""
         if made_by in self.plan.runs:
@@ -389,6 +409,8 @@ class Planner:
             for stage, forecast in forecasts:
                 yield f"  {stage:22} {forecast.verdict:8} {forecast.why}".rstrip()
         step = ("extract_hidden_states", f"{run.target}/{run.dataset}/{self.plan.capture(run)}")
+        if not self.plan.trains(run):
+            return
         extraction = self.extraction(step)
         if extraction:
             lacks = (
