@@ -14,7 +14,7 @@ run: env
 	$(BIN)/snakemake --cores all --resources gpu=8
 
 test: env
-	$(BIN)/python -m pytest tests/workflow tests -m "not long" -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest tests/workflow tests -m "not long" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: env
 	$(BIN)/python -m pytest tests

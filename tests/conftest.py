@@ -4,8 +4,6 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
-
 TESTS = Path(__file__).resolve().parent
 SCRIPTS = TESTS.parent / "workflow" / "scripts"
 sys.path[:0] = [str(SCRIPTS), str(TESTS)]
@@ -16,10 +14,3 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Where threads are used all the same, they must not spin at barriers while another test needs the core.
 os.environ["OMP_WAIT_POLICY"] = "passive"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-
-
-def pytest_collection_modifyitems(items: "list[pytest.Item]") -> None:
-    """A file's tests run on one worker, so that what they share is made once."""
-    for item in items:
-        if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(item.path.name))

@@ -126,7 +126,9 @@ def main() -> None:
     parser.add_argument("--max-seconds", type=float, default=330)
     parser.add_argument("--stored-dtype", default="bfloat16")
     parser.add_argument("--dtype", default="bfloat16", help="of the computation")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of each engine")
     parser.add_argument("--with", dest="extra", action="append", default=[], choices=["transformers"])
+    parser.add_argument("--without", action="append", default=[], choices=["example"])
     args = parser.parse_args()
     Benchmark(args).run()
 
@@ -139,7 +141,7 @@ class Benchmark:
         args.out.mkdir(parents=True, exist_ok=True)
         self.scratch = Path(tempfile.mkdtemp(prefix="aerie-benchmark-", dir=args.disk))
         self.gpu = Path("/proc/driver/nvidia/version").exists()
-        self.names = ["base", "aerie", *(["example"] if self.gpu else [])]
+        self.names = ["base", "aerie", *(["example"] if self.gpu and "example" not in args.without else [])]
         folder = args.target or write_model(self.scratch / "model", SHAPES[args.shape], args.dtype)
         self.job = {
             "folder": str(folder),
@@ -148,6 +150,7 @@ class Benchmark:
             "gpu": self.gpu,
             "dtype": args.dtype,
             "stored_dtype": args.stored_dtype,
+            "tensor_parallel": args.tensor_parallel,
             "prompts": args.prompts,
             "share": round(0.88 / len(self.names), 3),  # of the GPU's memory
         }
@@ -349,7 +352,8 @@ def make_job(job: dict[str, Any]) -> Any:
 
     target = Target("benchmark", "0" * 64, {"path": job["folder"]}, False)
     layer_ids = (*target.aux_layer_ids(None), target.num_layers)
-    return Job(target, layer_ids, job["stored_dtype"], job["dtype"], "vllm", engine_options=engine_options(job))
+    shape = {"tensor_parallel": job["tensor_parallel"], "engine_options": engine_options(job)}
+    return Job(target, layer_ids, job["stored_dtype"], job["dtype"], "vllm", **shape)
 
 
 def engine_options(job: dict[str, Any]) -> dict[str, Any]:
@@ -364,7 +368,7 @@ def vllm_options(job: dict[str, Any]) -> dict[str, Any]:
     from aerie.vllm_options import common_options
 
     mine = make_job(job)
-    options = common_options(mine.target, {"engine_options": engine_options(job)})
+    options = common_options(mine.target, {"tensor_parallel": mine.tensor_parallel, "engine_options": engine_options(job)})
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     fixed = {"dtype": job["dtype"], "enable_prefix_caching": False, "enforce_eager": True, "disable_log_stats": True}
     return options | fixed | {"max_model_len": _LONGEST + 8, "skip_tokenizer_init": True}

@@ -67,8 +67,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "dtype": "float32", "workers": 0,
     },
 }  # fmt: skip
-_STEPS, _LEARNING_RATE = 3, 1e-3  # of training-time test
-_LAYER_IDS = (2, 4, 5, 8)  # the aux layers of a target of eight, and its last one's output
+TTT_STEPS, LEARNING_RATE = 3, 1e-3  # of training-time test
+LAYER_IDS = (2, 4, 5, 8)  # the aux layers of a target of eight, and its last one's output
 _PROMPT_SHARE = (0.1, 0.5)  # of a sample, not supervised
 _WARM_UP = 6  # steps of each epoch that are not timed: the loader's workers have to get ahead
 _VALIDATION_PACKS = 3
@@ -254,7 +254,7 @@ def make_problem(job: dict[str, Any]) -> dict[str, Any]:
     rows = [dataset[int(index)] for index in order]
     (root / "files/hidden_states").mkdir(parents=True)
     store = HiddenStateStore(root / "store", "c")
-    capture = Capture("c", _LAYER_IDS, job["dtype"], job["dtype"], "transformers", {}, {})
+    capture = Capture("c", LAYER_IDS, job["dtype"], job["dtype"], "transformers", {}, {})
 
     def write(number: int, group: list[dict[str, Any]], states: list[torch.Tensor]) -> None:
         """A file for each sample, and a shard for all of a group."""
@@ -270,7 +270,7 @@ def make_problem(job: dict[str, Any]) -> dict[str, Any]:
         jobs = []
         for number in range(0, len(rows), 16):
             group = rows[number : number + 16]
-            states = [forward(model, [np.asarray(row["input_ids"])], _LAYER_IDS, device)[0].cpu().contiguous() for row in group]
+            states = [forward(model, [np.asarray(row["input_ids"])], LAYER_IDS, device)[0].cpu().contiguous() for row in group]
             jobs.append(pool.submit(write, number, group, states))
         for one in jobs:
             one.result()
@@ -279,7 +279,7 @@ def make_problem(job: dict[str, Any]) -> dict[str, Any]:
         torch.cuda.empty_cache()
     (root / "states").mkdir()
     store.known().to_parquet(root / "states/index.parquet")
-    manifest = {"digest": "h", "capture_key": "c", "layer_ids": list(_LAYER_IDS), "settings": {"stored_dtype": job["dtype"]}}
+    manifest = {"digest": "h", "capture_key": "c", "layer_ids": list(LAYER_IDS), "settings": {"stored_dtype": job["dtype"]}}
     (root / "states/manifest.json").write_text(json.dumps(manifest))
 
     columns = {"input_ids": [row["input_ids"] for row in rows], "loss_mask": [row["loss_mask"] for row in rows]}
@@ -388,7 +388,7 @@ class Ours:
         root = Path(job["root"])
         self.device = torch.device("cuda", 0) if job["gpu"] else torch.device("cpu")
         self.settings = TrainingSettings(
-            epochs=job["epochs"], learning_rate=_LEARNING_RATE, ttt_steps=_STEPS, batch_tokens=job["batch_tokens"],
+            epochs=job["epochs"], learning_rate=LEARNING_RATE, ttt_steps=TTT_STEPS, batch_tokens=job["batch_tokens"],
             max_length=job["batch_tokens"], seed=seed, compute_dtype=job["dtype"],
         )  # fmt: skip
         target = Target("benchmark", "0" * 64, {"path": str(root / "target")}, False)
@@ -396,15 +396,15 @@ class Ours:
 
         def loader_of(split: str, workers: int) -> Any:
             chosen = select_split(samples, split, self.settings)
-            transfer = ShardTransfer(states, chosen["sample_key"], range(len(_LAYER_IDS)))
-            rows = DraftSamples(chosen, transfer, self.settings.max_length, _STEPS, self.settings.dtype(self.device))
+            transfer = ShardTransfer(states, chosen["sample_key"], range(len(LAYER_IDS)))
+            rows = DraftSamples(chosen, transfer, self.settings.max_length, TTT_STEPS, self.settings.dtype(self.device))
             order = PackOrder(rows.approx_lengths, rows.supervised, self.settings.batch_tokens, 1, seed)
-            return batches(rows, order, target.hidden_size, len(_LAYER_IDS) - 1, job["batch_tokens"] if job["gpu"] else None, workers)
+            return batches(rows, order, target.hidden_size, len(LAYER_IDS) - 1, job["batch_tokens"] if job["gpu"] else None, workers)
 
         self.train_loader, validation_loader = loader_of("train", job["workers"]), loader_of("validation", 0)
         seed_everything(seed)
         vocab_map = load_map(root / "map", target.vocab_size)
-        self.model = build_draft(target, DraftShape(1, _LAYER_IDS[:-1]), vocab_map, _STEPS, attention_for(self.device)).to(self.device)
+        self.model = build_draft(target, DraftShape(1, LAYER_IDS[:-1]), vocab_map, TTT_STEPS, attention_for(self.device)).to(self.device)
         weights = target.head_weights()
         head = TargetHead(weights["norm"].float(), 1e-5, weights["lm_head"])
         self.validate = Validation(validation_loader, head, self.device, self.settings, ALONE)
@@ -492,13 +492,13 @@ def run_speculators(job: dict[str, Any], seed: int) -> dict[str, Any]:
         "hidden-states-path": root / "files/hidden_states", "on-missing": "raise", "save-path": root / f"saved-{seed}",
         "log-dir": root / "logs", "draft-vocab-size": job["draft_vocab"], "d2t-path": root / "map/d2t.npy",
         "t2d-path": root / "map/t2d.npy", "total-seq-len": job["batch_tokens"], "train-data-ratio": ratio,
-        "hidden-states-dtype": job["dtype"], "num-workers": job["workers"], "ttt-steps": _STEPS, "loss-fn": "kl_div",
-        "loss-implementation": "eager", "optimizer": "muon", "lr": _LEARNING_RATE, "muon-lr": _LEARNING_RATE,
+        "hidden-states-dtype": job["dtype"], "num-workers": job["workers"], "ttt-steps": TTT_STEPS, "loss-fn": "kl_div",
+        "loss-implementation": "eager", "optimizer": "muon", "lr": LEARNING_RATE, "muon-lr": LEARNING_RATE,
         "epochs": job["epochs"], "log-freq": 10, "num-layers": 1, "seed": seed,
         "draft-attn-impl": "simple_flex_attention" if job["gpu"] else "sdpa",
     }  # fmt: skip
     arguments = [part for name, value in values.items() for part in (f"--{name}", str(value))]
-    arguments += ["--target-layer-ids", *map(str, _LAYER_IDS[:-1]), "--full-attention-indices", "0"]
+    arguments += ["--target-layer-ids", *map(str, LAYER_IDS[:-1]), "--full-attention-indices", "0"]
     train(TrainConfig.resolve([*arguments, "--norm-before-fc", "--norm-output", "--no-resume-from-checkpoint"]))
     return found
 
@@ -517,7 +517,7 @@ def difference_of_gradients(trainer: Any, ours: Ours) -> float:
         model.train()
         with torch.autocast(ours.device.type, dtype=dtype, enabled=dtype != torch.float32):
             if model is ours.model:
-                judged = supervised_loss(model, batch, _STEPS, 1.0)
+                judged = supervised_loss(model, batch, TTT_STEPS, 1.0)
                 assert judged is not None
                 loss = judged.loss
             else:

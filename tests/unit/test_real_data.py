@@ -11,7 +11,7 @@ from aerie.errors import AerieError
 from aerie.preparation import Options, choose, prepare
 from aerie.sources import Source, read_rows
 
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("downloads")]
+pytestmark = pytest.mark.long
 
 # file: (rows, rows by problem, rows with an answer, rows that offer tools)
 FILES = {

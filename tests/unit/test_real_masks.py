@@ -17,7 +17,7 @@ import real_files
 from aerie.chat import Renderer, Unusable
 from aerie.conversations import read_row
 
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("downloads")]
+pytestmark = pytest.mark.long
 CONVERSATIONS = 220
 
 CHATML = re.compile(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", re.DOTALL)

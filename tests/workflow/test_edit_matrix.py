@@ -15,7 +15,7 @@ import pytest
 from checkout import ROOT
 from tiny_targets import CHAT_TEMPLATE
 
-pytestmark = [pytest.mark.xdist_group("workflow"), pytest.mark.long]
+pytestmark = pytest.mark.long
 
 RUN, RESTORE = "run", "restore"
 TRAIN = {"train_draft": RUN, "evaluate_draft": RUN}

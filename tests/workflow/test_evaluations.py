@@ -5,10 +5,6 @@ import json
 import shutil
 import zipfile
 
-import pytest
-
-pytestmark = pytest.mark.xdist_group("workflow")  # one worker, so that the finished run is made once
-
 
 def test_a_draft_made_elsewhere_is_evaluated_and_nothing_is_trained(llama):
     """The same weights under another roof, without a manifest: the same figures, from the draft's engine alone."""

@@ -14,7 +14,6 @@ from aerie.samples import load_samples
 from tiny_targets import make_tiny_deepseek_v3
 from tiny_workflow import TinyWorkflow
 
-pytestmark = pytest.mark.xdist_group("workflow")  # one worker, so that the finished run is made once
 STAGES = [
     "build_report",
     "evaluate_draft",

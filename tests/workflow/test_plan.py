@@ -12,7 +12,6 @@ from aerie.errors import AerieError
 from aerie.planning import Planner, Until, differences
 from aerie.status import Status
 
-pytestmark = pytest.mark.xdist_group("workflow")  # one worker, so that the finished run is made once
 STATES = ("extract_hidden_states", "tiny/talk/default_float32")
 
 

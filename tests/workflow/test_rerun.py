@@ -7,7 +7,6 @@ import pytest
 
 from tiny_workflow import kill
 
-pytestmark = pytest.mark.xdist_group("workflow")  # one worker, so that the finished run is made once
 RECIPE = {"write_recipe": 1, "all": 1}
 
 
