@@ -193,23 +193,21 @@ class Workflow:
     def finish(self, gpus: int) -> None:
         done = self.snakemake(gpus)
         assert not done.returncode, f"{self.folder.name}: {done.stdout[-5000:]}"
+        self.text = done.stdout[done.stdout.index("rule extract_hidden_states") :]  # the preflight extracts too
 
     def shards(self) -> list[Path]:
         return sorted((self.folder / "results/.store/hidden_states").glob("*/*.safetensors"))
 
     def rate(self) -> float:
         """tokens/s of all parts together: their tokens by the slowest part's time, from first prompt to last fsync."""
-        text = (self.out / f"{self.folder.name}.txt").read_text().replace(",", "")
-        found = [
-            (int(tokens), float(rate)) for tokens, rate in re.findall(r"^extract: (\d+)/\1 tokens ([\d.]+) tokens/s", text, re.MULTILINE)
-        ]
-        assert len(found) == self.parts, text[-3000:]
+        line = re.compile(r"^extract: (\d+)/\1 tokens ([\d.]+) tokens/s", re.MULTILINE)
+        found = [(int(tokens), float(rate)) for tokens, rate in line.findall(self.text.replace(",", ""))]
+        assert len(found) == self.parts, self.text[-3000:]
         return sum(tokens for tokens, _ in found) / max(tokens / rate for tokens, rate in found)
 
     def devices(self) -> list[list[str]]:
         """The GPUs that each part held."""
-        text = (self.out / f"{self.folder.name}.txt").read_text()
-        return [held.split(", ") for held in re.findall(r"^GPUs (.*) of this host are leased", text, re.MULTILINE)]
+        return [held.split(", ") for held in re.findall(r"^GPUs (.*) of this host are leased", self.text, re.MULTILINE)]
 
     def refusal(self, gpus: int) -> dict[str, Any]:
         """What is said when the same job, its states gone, is granted too few GPUs."""
@@ -223,7 +221,7 @@ class Workflow:
             "code": done.returncode,
             "text": said[0] if said else done.stdout[-2000:],
             "loaded": loaded,
-            "seconds": time.monotonic() - began,
+            "seconds": round(time.monotonic() - began, 1),
         }
 
 
@@ -314,9 +312,7 @@ def training(root: Path, args: argparse.Namespace, figures: dict[str, Any]) -> N
     import torch
     from benchmark_training import SHAPES, make_problem
 
-    job = SHAPES[args.shape] | {"gpu": torch.cuda.is_available(), "root": str(root)}
-    if args.shape == "llama-8b":
-        job |= {"packs": 64, "epochs": 3}
+    job = SHAPES[args.shape] | {"gpu": torch.cuda.is_available(), "root": str(root), "packs": 64, "epochs": 3}
     figures["problem"] = make_problem(job)
     say(f"states are there: {figures['problem']}")
     one = Training(root, "one", job, ranks=1)
@@ -388,7 +384,7 @@ class Training:
     def kill_a_rank(self) -> dict[str, Any]:
         """kill -9 of rank 1 some steps after the first checkpoint; what then happens."""
         process, said = self._start()
-        self._follow(process, lambda: len(self._lines("train")) >= 4 and any((self.work / "checkpoints").glob("*.json")))
+        self._follow(process, lambda: len(self._lines("train")) >= 5 and any((self.work / "checkpoints").glob("*.json")))
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         ranks = [int(pid) for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
         os.kill(ranks[1], signal.SIGKILL)

@@ -472,6 +472,10 @@ if __name__ == "__main__":
         for output in llm.step():
             came.setdefault(output.request_id, []).append(list(output.outputs[0].token_ids))
     print("CAME", json.dumps([came[str(number)] for number in range(len(prompts["ids"]))]))
+    engine._counts_steps = True  # as with a vLLM that does not count by request
+    made = generation._finished
+    generation._finished = lambda output, number: setattr(one := made(output, number), "spec_decode_metrics", None) or one
+    print("SERVED", json.dumps([[one.token_ids, one.accepted] for one in engine.serve(prompts["ids"], 20, 4)]))
     engine.close()
 """
 
@@ -486,9 +490,11 @@ def test_counts_agree_with_tokens_as_they_come(served):
     (served.folder / "count.json").write_text(json.dumps({"end_tokens": [3], "ids": ids}))
     done = subprocess.run([sys.executable, served.folder / "count.py", served.folder], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    came = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("CAME"))[5:])
-    assert len(came) == 20
-    for row, steps in zip(answers, came, strict=True):
+    came, counted = (
+        json.loads(next(line for line in done.stdout.splitlines() if line.startswith(name))[len(name) :]) for name in ("CAME", "SERVED")
+    )
+    assert len(came) == len(counted) == 20
+    for row, steps, (token_ids, by_step) in zip(answers, came, counted, strict=True):
         steps = [step for step in steps if step]
         assert sum(map(len, steps)) == row["draft_tokens"] == row["baseline_tokens"]
         accepted = [len(step) - 1 for step in steps[1:]]  # the first token comes from the prompt
@@ -496,6 +502,7 @@ def test_counts_agree_with_tokens_as_they_come(served):
         assert accepted[:-1] == row["accepted_per_step"][: len(accepted) - 1]
         assert len(accepted) == len(row["accepted_per_step"])
         assert not accepted or accepted[-1] <= row["accepted_per_step"][-1]
+        assert by_step == accepted and token_ids == [token for step in steps for token in step]
 
 
 def test_nothing_is_served_twice(served):

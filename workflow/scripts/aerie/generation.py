@@ -4,7 +4,7 @@ import itertools
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from .errors import AerieError
@@ -56,7 +56,8 @@ class ServedAnswer:
     """An answer with what serving it took.
 
     first_token_seconds: from the request to its first token; seconds_per_token: between the tokens after it, on average.
-    accepted: tokens accepted of each verified draft, in order, counted by vLLM also where the answer ended before them.
+    accepted: tokens accepted of each verified draft, in order, counted by vLLM also where the answer ended before them. A
+    vLLM that does not count them by request (0.26 is one) leaves them to be counted as they appear in the answer.
     """
 
     token_ids: list[int]
@@ -84,9 +85,11 @@ class Reseeding:
 class Engine:
     """A vLLM engine that answers prompts given as token ids."""
 
-    def __init__(self, llm: Any, end_tokens: Sequence[int]) -> None:
+    def __init__(self, llm: Any, end_tokens: Sequence[int], counts_steps: bool = False) -> None:
+        """counts_steps: what is accepted is counted in the answers as they come, since this vLLM does not say it by request."""
         self._llm = llm
         self._end_tokens = list(end_tokens)
+        self._counts_steps = counts_steps
         self._numbers = itertools.count()
 
     def converse(
@@ -140,11 +143,12 @@ class Engine:
             max_tokens=max_new_tokens,
             stop_token_ids=self._end_tokens,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.DELTA if self._counts_steps else RequestOutputKind.FINAL_ONLY,
         )
         engine = self._llm.llm_engine
         waiting = iter(enumerate(prompts))
         in_flight: dict[str, int] = {}
+        came: dict[str, list[list[int]]] = {}  # each request's new tokens, by step of the engine
         found: dict[int, ServedAnswer] = {}
 
         def send(count: int) -> None:
@@ -155,10 +159,13 @@ class Engine:
 
         send(batch_size)
         while engine.has_unfinished_requests():
-            finished = [output for output in engine.step() if output.finished]
+            outputs = engine.step()
+            for output in outputs:
+                came.setdefault(output.request_id, []).append(list(output.outputs[0].token_ids))
+            finished = [output for output in outputs if output.finished]
             for output in finished:
                 number = in_flight.pop(output.request_id)
-                found[number] = _served(output, number)
+                found[number] = _served(output, number, came.pop(output.request_id))
             send(len(finished))
         if in_flight:
             raise AerieError(f"vLLM ended without an answer to {len(in_flight)} of its prompts")
@@ -188,15 +195,17 @@ def _finished(output: Any, number: int) -> Any:
     return made
 
 
-def _served(output: Any, number: int) -> ServedAnswer:
+def _served(output: Any, number: int, steps: list[list[int]]) -> ServedAnswer:
+    """steps: the answer's tokens as they came, the first of them from the prompt alone."""
     made, times = _finished(output, number), output.metrics
-    after_the_first = max(1, len(made.token_ids) - 1)
+    token_ids = [token for step in steps for token in step]
+    counted = getattr(made, "spec_decode_metrics", None)
     return ServedAnswer(
-        token_ids=list(made.token_ids),
+        token_ids=token_ids,
         finish_reason=made.finish_reason,
         first_token_seconds=times.first_token_latency,
-        seconds_per_token=(times.last_token_ts - times.first_token_ts) / after_the_first,
-        accepted=list(made.spec_decode_metrics.per_step_accepted) if made.spec_decode_metrics else [],
+        seconds_per_token=(times.last_token_ts - times.first_token_ts) / max(1, len(token_ids) - 1),
+        accepted=list(counted.per_step_accepted) if counted else [len(step) - 1 for step in steps[1:] if step],
     )
 
 
@@ -248,10 +257,21 @@ def start(
         **options,
         **arguments,
     }
+    counts_steps = False
     if speculation:
         # The counters exist only with statistics on.
-        arguments |= {"speculative_config": speculation, "disable_log_stats": False, "per_request_spec_decode_metrics": "detailed"}
-    return Engine(LLM(**arguments), end_tokens)
+        arguments |= {"speculative_config": speculation, "disable_log_stats": False}
+        counts_steps = not _counts_by_request()
+        if not counts_steps:
+            arguments["per_request_spec_decode_metrics"] = "detailed"
+    return Engine(LLM(**arguments), end_tokens, counts_steps)
+
+
+def _counts_by_request() -> bool:
+    """Whether this vLLM says of each request what was accepted of its drafts."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return "per_request_spec_decode_metrics" in {field.name for field in fields(EngineArgs)}
 
 
 def device_name(tensor_parallel: int) -> str:
