@@ -165,7 +165,7 @@ def test_command(tmp_path: Path):
 
     done = run(259)  # room for what is pinned only
     assert done.returncode == 1
-    said = "vocabulary of 259 tokens covers 33.33% of the supervised tokens, and min_coverage is 90.00%"
+    said = "vocabulary of 259 tokens covers 33.33% of the train split's supervised tokens, and min_coverage is 90.00%"
     assert said in done.stderr and "Raise vocab_size, or lower min_coverage" in done.stderr
     assert run(259).returncode == 1  # also where the store has it
     assert run(259, least=0.3).returncode == 0

@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> None:
         vocabulary.write_coverage(figures, out)
         cli.say(
             f"map_vocabulary: {chosen.size:,} of {target.vocab_size:,} tokens cover {figures['coverage']:.2%} of "
-            f"{figures['supervised_tokens']:,} supervised tokens"
+            f"the train split's {figures['supervised_tokens']:,} supervised tokens"
         )
         return StageResult(figures={name: value for name, value in figures.items() if name != "most_frequent_lost"})
 
@@ -65,8 +65,8 @@ def main(args: argparse.Namespace) -> None:
     wanted = recipe.runtime["min_coverage"]
     if found["coverage"] < wanted:
         raise AerieError(
-            f"the draft's vocabulary of {found['draft_vocab_size']:,} tokens covers {found['coverage']:.2%} of the supervised tokens, and "
-            f"min_coverage is {wanted:.2%}: what it lacks, the draft can never propose. Raise vocab_size, or lower min_coverage."
+            f"the draft's vocabulary of {found['draft_vocab_size']:,} tokens covers {found['coverage']:.2%} of the train split's supervised "
+            f"tokens, and min_coverage is {wanted:.2%}: what it lacks, the draft can never propose. Raise vocab_size, or lower min_coverage."
         )
 
 
