@@ -74,7 +74,7 @@ def rate(target: str, count: int, workers: int) -> None:
             times["plain"].append(time.monotonic() - began)
         with tempfile.TemporaryDirectory() as folder:
             began = time.monotonic()
-            prepared = prepare([("f", rows)], Options(load, ends, 1 << 20), Path(folder), workers)
+            prepared = prepare(["f"], ((0, row) for row in rows), Options(load, ends, 1 << 20), Path(folder), workers)
             choose(prepared, [Source()], 0.05)
             times["prepared"].append(time.monotonic() - began)
             samples, total = len(prepared.chosen), sum(prepared.lengths)
@@ -123,7 +123,9 @@ def memory(target: str, count: int, workers: int) -> None:
     load = partial(real_files.tokenizer, target)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        prepared = prepare([("synthetic", rows())], Options(load, [load().eos_token_id], 2048), Path(folder) / "work", workers)
+        prepared = prepare(
+            ["synthetic"], ((0, row) for row in rows()), Options(load, [load().eos_token_id], 2048), Path(folder) / "work", workers
+        )
         choose(prepared, [Source()], 0.05)
         write_samples(prepared.samples(), Path(folder) / "samples")
     peak = {name: resource.getrusage(who).ru_maxrss / 2**20 for name, who in
@@ -152,7 +154,7 @@ def fan_out(target: str, count: int) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
-        prepared = prepare([("f", [row for row, _ in found])], Options(load, [tokenizer.eos_token_id], 8192), Path(folder), 1)
+        prepared = prepare(["f"], ((0, row) for row, _ in found), Options(load, [tokenizer.eos_token_id], 8192), Path(folder), 1)
         choose(prepared, [Source()], 0.05)
         ours = time.monotonic() - began
     preprocessing.render_conversation = rendered

@@ -20,8 +20,9 @@ from aerie import audit
 from aerie.errors import AerieError, Terminated
 from aerie.keys import digest_of
 from aerie.preparation import Options, choose, prepare
+from aerie.regeneration import Response, write_responses
 from aerie.samples import load_samples, write_samples
-from aerie.sources import RawRow, Source
+from aerie.sources import RawRow, Source, numbered_rows
 from tiny_targets import make_tiny_llama
 
 
@@ -32,18 +33,19 @@ def target(tmp_path_factory):
 
 @pytest.fixture
 def made(target, tmp_path):
-    """made(rows, …): the rows of one or several sources, prepared and chosen."""
+    """made(rows, …): the rows of one or several sources (bytes are a line as it is), prepared and chosen."""
 
     def run(rows, sources=None, workers=1, share=0.1, max_samples=None, **options):
         given = rows if sources else [rows]
         sources = sources or [Source(path="f.jsonl")]
-        named = [
-            (source.name, [RawRow(source.name, line, json.dumps(row)) for line, row in enumerate(part, 1)])
-            for source, part in zip(sources, given, strict=True)
+        numbered = [
+            (number, RawRow(source.name, line, row.decode() if isinstance(row, bytes) else json.dumps(row)))
+            for number, (source, part) in enumerate(zip(sources, given, strict=True))
+            for line, row in enumerate(part, 1)
         ]
         load = functools.partial(AutoTokenizer.from_pretrained, target)
         settings = Options(load, [3], **{"max_length": 512, "vocab_size": 320, **options})
-        prepared = prepare(named, settings, tmp_path / "work" / str(random.random()), workers)
+        prepared = prepare([source.name for source in sources], numbered, settings, tmp_path / "work" / str(random.random()), workers)
         choose(prepared, sources, share, max_samples)
         return prepared
 
@@ -69,10 +71,10 @@ def splits(prepared):
 
 def test_rows_are_kept_or_rejected(made):
     found = made([*many(30), talk("question 3", "answer 9"), talk("only", ""), {"messages": []}])
-    assert [(one["line"], one["reason"]) for one in found.rejects()] == [
-        (31, "duplicate"),
-        (32, "no assistant turn with text"),
-        (33, "no messages"),
+    assert [(one["line"], one["reason"], one["detail"]) for one in found.rejects()] == [
+        (31, "duplicate", "same as f.jsonl:4"),
+        (32, "no assistant turn with text", ""),
+        (33, "no messages", ""),
     ]
     stats = prepare_dataset.describe(found)
     assert stats["rows"] == 33 == stats["kept"] + sum(stats["rejected"].values()) and stats["kept"] == 30
@@ -147,11 +149,35 @@ def test_sources_are_mixed_by_weight_and_cap(made):
     assert counts(Source(weight=1), Source(weight=1), Source(weight=1, max_samples=7)) == [7, 7, 7]
 
 
+def test_a_row_that_is_not_chosen_names_the_limit(made):
+    rows = [[talk(f"{name} {number}", "a") for number in range(10)] for name in "xyz"]
+    sources = [Source(path="x", weight=2), Source(path="y", weight=1), Source(path="z", max_samples=4)]
+    found = Counter((one["source"], one["reason"], one["detail"]) for one in made(rows, sources, max_samples=15).rejects())
+    by_source = {
+        ("y", "not chosen", "beyond its source's share by weight (1): 5 of 10"): 5,
+        ("z", "not chosen", "beyond its source's max_samples of 4"): 6,
+    }
+    assert by_source.items() <= found.items()
+    rest = [key for key in found if key not in by_source]
+    assert {key[1:] for key in rest} == {("not chosen", "beyond max_samples of 15 for the whole dataset")}
+    assert sum(found[key] for key in rest) == 10 + 5 + 4 - 15
+
+
+def test_a_duplicate_names_the_row_that_is_taken(made):
+    """Also among rows without samples, and where the other lies in another source."""
+    rows = [[talk("x", ""), talk("a", "b"), talk("x", ""), talk("c", "d")], [talk("c", "d"), talk("y", ""), talk("a", "b"), talk("e", "f")]]
+    found = [one for one in made(rows, [Source(path="p"), Source(path="q")]).rejects() if one["reason"] == "duplicate"]
+    assert [(one["source"], one["line"], one["detail"]) for one in found] == [("q", 1, "same as p:4"), ("q", 3, "same as p:2")]
+
+
 def test_truncation_and_rows_without_supervision(made):
     [sample] = made([talk("q", "a " * 100)], max_length=64).samples()
     assert len(sample.input_ids) == len(sample.loss_mask) == 64 and sum(sample.loss_mask) > 20
     found = made([talk("q " * 100, "a"), {"input_ids": [5, 6], "loss_mask": [0, 0]}], max_length=64)
     assert [one["reason"] for one in found.rejects()] == ["no supervised token within max_length", "no supervised token"]
+    long = {"input_ids": [5] * 80, "loss_mask": [0] * 70 + [1] * 10}
+    assert [one["detail"] for one in made([long], max_length=64).rejects()] == ["the first is token 71, max_length is 64"]
+    assert not list(made([long], max_length=71).rejects())
 
 
 def test_a_system_prompt_is_added_where_there_is_none(made, target):
@@ -176,6 +202,13 @@ def test_too_many_rejects_are_an_error(made, tmp_path):
     assert "3 × duplicate, 2 × no assistant turn with text, 1 × unknown shape" in str(caught.value)
 
 
+def test_a_line_that_is_no_json_counts_as_rejected(made, tmp_path):
+    found = made([*many(9), b'{"prompt": '])
+    prepare_dataset.check(found, 0.1, tmp_path)
+    with pytest.raises(AerieError, match=r"(?s)1 of 10 rows cannot be used.*f\.jsonl:10: not valid JSON"):
+        prepare_dataset.check(found, 0.09, tmp_path)
+
+
 def test_samples_come_back_from_disk(made, tmp_path):
     found = made(many(10))
     write_samples(found.samples(), tmp_path / "samples")
@@ -191,6 +224,12 @@ def test_stats_add_up(made):
     assert stats["tokens"] == sum(len(sample.input_ids) for sample in found.samples())
     assert stats["supervised_tokens"] == sum(sum(map(int, sample.loss_mask)) for sample in found.samples())
     assert stats["rejected"] == {"no assistant turn with text": 1}
+    for name, split in stats["splits"].items():
+        own = [sample for sample in found.samples() if sample.split == name]
+        assert split["samples"] == len(own) > 0
+        assert split["tokens"] == sum(len(sample.input_ids) for sample in own)
+        assert split["supervised_tokens"] == sum(sum(map(int, sample.loss_mask)) for sample in own)
+    assert set(stats["splits"]) == {"train", "validation"}
     json.dumps(stats)
 
 
@@ -202,6 +241,63 @@ def test_the_audit_page_marks_what_is_supervised(made, target):
     assert page.count("<mark>") == 3  # two samples, and the explanation
     assert "rejected: no assistant turn with text" in page
     assert not re.search(r"(src|href)=", page)  # the page needs nothing but itself
+
+
+@pytest.fixture
+def regenerated(tmp_path):
+    """Answers to prompts of two files, and what regeneration says of them."""
+    said = [("b.jsonl", 7, "x", "stop"), ("a.jsonl", 3, "y", "length"), ("b.jsonl", 2, "z", "stop"), ("a.jsonl", 9, " ", "stop")]
+    responses = [
+        Response(f"key {line}", source, line, [{"role": "user", "content": f"q {line}"}, {"role": "assistant", "content": text}], reason, 1)
+        for source, line, text, reason in said
+    ]
+    path = tmp_path / "regenerated/responses.parquet"
+    path.parent.mkdir()
+    write_responses(responses, path)
+    figures = {"prompts": 6, "kept": 4, "cut_off": 1, "tokens": 4, "dropped": {"empty answer": 2, "duplicate prompt": 5}}
+    figures |= {"shortened": {"repeats itself": 1}, "asked": 6}
+    path.with_name("manifest.json").write_text(json.dumps({"digest": "0" * 64, "figures": figures}))
+    return Source(path=str(path))
+
+
+def test_the_ledger_of_regenerated_answers_names_the_original_rows(target, regenerated, tmp_path):
+    listed, rows = numbered_rows([regenerated])
+    load = functools.partial(AutoTokenizer.from_pretrained, target)
+    prepared = prepare([source.name for source in listed], rows, Options(load, [3], 512, 320), tmp_path / "work")
+    choose(prepared, listed, 0.1)
+    assert [(one["source"], one["line"]) for one in prepared.rejects()] == [("a.jsonl", 9)]
+    stats = prepare_dataset.describe(prepared) | prepare_dataset.regeneration([regenerated])
+    assert [(one["source"], one["rows"], one["kept"], one["samples"]) for one in stats["sources"]] == [
+        ("a.jsonl", 2, 1, 1),
+        ("b.jsonl", 2, 2, 2),
+    ]
+    assert Counter(sample.source for sample in prepared.samples()) == {"a.jsonl": 1, "b.jsonl": 2}
+    assert stats["regeneration"] == {
+        "prompts": 6,
+        "kept": 4,
+        "cut_off": 1,
+        "dropped": {"empty answer": 2, "duplicate prompt": 5},
+        "shortened": {"repeats itself": 1},
+    }
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", audit.page("A dataset", stats, prepared, load())))
+    assert "asked 6 prompts, and 4 conversations came of them. 1 of 4 end in an answer that reached max_new_tokens and was kept" in text
+    for said in ("dropped: empty answer 2", "dropped: duplicate prompt 5", "kept without its later turns: repeats itself 1"):
+        assert said in text
+
+
+def test_a_weight_holds_for_all_regenerated_answers(regenerated):
+    listed, rows = numbered_rows([Source(path="none.jsonl"), regenerated._replace(weight=2)])
+    assert [source.weight for source in listed] == [None, 2]
+    assert prepare_dataset.regeneration([Source(path="none.jsonl")]) == {}
+    with pytest.raises(AerieError, match=r"none\.jsonl: no such file"):
+        list(rows)
+    _, rows = numbered_rows([regenerated._replace(weight=2)])
+    assert sorted((number, row.source, row.line) for number, row in rows) == [
+        (0, "a.jsonl", 3),
+        (0, "a.jsonl", 9),
+        (0, "b.jsonl", 2),
+        (0, "b.jsonl", 7),
+    ]
 
 
 def test_the_end_of_the_job_is_no_rejected_row(made, monkeypatch):
@@ -250,7 +346,7 @@ def test_the_command(target, tmp_path):
 def test_golden(made, tmp_path):
     """The same input gives the same bytes for ever, or VERSION is raised (then record the new digests with it)."""
     recorded = {
-        2: (
+        3: (
             "807db294cc7578e800c3f1348c4dd2bdef07b3aba77e82bebc64279bc81c484d",
             "f6ccc802b42424f6505edabdc1c89ec1c6d526328f9d84da509d45683c07d6db",
         )

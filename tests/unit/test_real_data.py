@@ -83,7 +83,7 @@ def test_the_ledger_adds_up(name, target, tmp_path):
     tokenizer = real_files.tokenizer(target)
     source = Source(path=str(real_files.data(name)), allow_truncated=name == "sharegpt")
     options = Options(lambda: tokenizer, [tokenizer.eos_token_id], max_length=2048)
-    prepared = prepare([(name, read_rows(source))], options, tmp_path)
+    prepared = prepare([name], ((0, row) for row in read_rows(source)), options, tmp_path)
     choose(prepared, [source], 0.05)
     rejected = Counter(fate.reason for fate in prepared.fates if fate.reason)
     kept = sum(not fate.reason for fate in prepared.fates)

@@ -1,11 +1,13 @@
 """Prompts, loops and the assembly of conversations by hand; the command on a tiny target, killed and resumed."""
 
+import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -117,8 +119,13 @@ def test_sources_give_prompts_by_cap_and_weight():
     rows = [[conversation("user", line=line, tag=f" of {name}{line}") for line in range(1, 31)] for name in "ab"]
     prompts, rejected = choose(rows, None, [Source(max_samples=7), Source()])
     assert len(prompts) == 37 and {one.reason for one in rejected} == {"not chosen"} and len(rejected) == 23
-    assert len(choose(rows, None, [Source(weight=1), Source(weight=2)])[0]) == 45
-    assert len(choose(rows, 9, [Source(weight=1), Source(weight=2)])[0]) == 9
+    assert {one.detail for one in rejected} == {"beyond its source's max_samples of 7"}
+    prompts, rejected = choose(rows, None, [Source(weight=1), Source(weight=2)])
+    assert len(prompts) == 45
+    assert {one.detail for one in rejected} == {"beyond its source's share by weight (1): 15 of 30"}
+    prompts, rejected = choose(rows, 9, [Source(weight=1), Source(weight=1)])
+    assert len(prompts) == 9
+    assert Counter(one.detail for one in rejected) == {"beyond max_prompts (or max_samples) of 9 for the whole dataset": 51}
 
 
 def test_every_row_that_is_not_asked_has_a_reason():
@@ -158,7 +165,7 @@ def test_assemble_a_good_conversation():
         (answers(("one", "length")), True, 1, "cut off"),  # the second turn was not asked
         (answers(("one", "length")), False, 0, "cut off"),
         (answers((" \n", "stop")), True, 0, "empty answer"),
-        (answers(("one", "stop"), ("no " * 40, "length")), True, 1, "loop"),
+        (answers(("one", "stop"), ("no " * 40, "length")), True, 1, "repeats itself"),
         (answers(("one", "stop"), problem="prompt too long"), True, 1, "prompt too long"),
         (answers(problem="refused by the chat template: no system"), True, 0, "refused by the chat template"),
     ],
@@ -206,6 +213,22 @@ def test_an_answer_with_special_tokens_is_not_good():
     assert response is None and rejection and rejection.reason == "special tokens"
 
 
+def test_the_digest_covers_what_the_ledger_says():
+    """In any order; the same answers with other rows left out, or from other lines, are another digest."""
+    responses = [regeneration.Response(f"k{n}", "f", n, [{"role": "user", "content": "q"}], "stop", 1) for n in (1, 2)]
+    rejected = [regeneration.Rejection("f", n, "cut off", "") for n in (3, 4)]
+    digest = regeneration.responses_digest(responses, rejected)
+    assert regeneration.responses_digest(responses[::-1], rejected[::-1]) == digest
+    moved = [responses[0], dataclasses.replace(responses[1], line=5)]
+    assert len({digest, regeneration.responses_digest(responses, rejected[:1]), regeneration.responses_digest(moved, rejected)}) == 3
+
+
+def test_a_new_version_keeps_the_answers_in_the_store():
+    """They cost GPU-days; what is made of them does not."""
+    key = regenerate_responses.answers_key(Recipe("regenerate_responses", 4, {}, {}), Target("none", "0" * 64, {}, False))
+    assert key == digest_of({"version": 3, "target": "0" * 64, "settings": dict.fromkeys(regenerate_responses.ANSWER_SETTINGS)})
+
+
 def test_answers_come_back_from_the_store(tmp_path):
     store = AnswerStore(tmp_path / "answers")
     one, two = answers(("one", "stop")), Answers("k" * 32, (), (), (), "prompt too long")
@@ -217,7 +240,7 @@ def test_answers_come_back_from_the_store(tmp_path):
 def test_no_prompts_is_an_error(tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.write_text('{"messages": []}\n')
-    recipe = Recipe("regenerate_responses", 3, {"max_prompts": None}, {})
+    recipe = Recipe("regenerate_responses", regenerate_responses.VERSION, {"max_prompts": None}, {})
     target = Target("none", "0" * 64, {}, False)
     with pytest.raises(AerieError, match=r"no prompt to answer .* unusable row"):
         regenerate_responses.regenerate(recipe, target, [Source(path=str(empty))], tmp_path, tmp_path)
@@ -242,7 +265,7 @@ def command(folder: Path, output: str, max_prompts: int | None = None) -> list[s
     runtime = {"device": "cpu", "tensor_parallel": 1, "batch_prompts": 4}
     runtime["engine_options"] = {"enforce_eager": True, "kv_cache_memory_bytes": 2**26}
     runtime["sources"] = [str(folder / "prompts.jsonl")]
-    recipe = {"stage": "regenerate_responses", "version": 3, "settings": settings, "runtime": runtime}
+    recipe = {"stage": "regenerate_responses", "version": regenerate_responses.VERSION, "settings": settings, "runtime": runtime}
     (folder / f"{output}.json").write_text(json.dumps(recipe))
     line = [sys.executable, SCRIPTS / "regenerate_responses.py", "--recipe", folder / f"{output}.json"]
     line += ["--target", folder / "fingerprint.json", "--store", folder / "store"]
@@ -288,6 +311,9 @@ def test_a_killed_run_goes_on(answered):
 
 def test_responses_are_complete_and_readable(answered):
     rows = list(read_conversations([answered.folder / "all" / "responses.parquet"]))
+    asked = {row.line: row for row in read_conversations([answered.folder / "prompts.jsonl"])}
+    assert all(row.source == str(answered.folder / "prompts.jsonl") for row in rows)
+    assert all(asked[row.line].messages[0] == row.messages[0] for row in rows)
     figures = json.loads((answered.folder / "all" / "manifest.json").read_text())["figures"]
     assert (figures["prompts"], figures["dropped"].get("prompt too long")) == (40, 1)
     assert figures["kept"] == len(rows) == 40 - sum(figures["dropped"].values())

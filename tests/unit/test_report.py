@@ -39,11 +39,12 @@ def manifest(stage: str, digest: str, figures: dict, **more) -> dict:
 def results(tmp_path):
     """What a finished workflow of two runs on one dataset leaves behind."""
     dataset = tmp_path / "datasets" / "tiny" / "chat"
-    lengths = {"edges": [10.0, 20.0, 30.0, 40.0], "counts": [5, 9, 2]}
+    lengths = {"edges": [10.0, 20.0, 30.0, 40.0], "counts": [5, 9, 2], "longest": 40}
     stats = {"samples": 1016, "tokens": 140_000, "supervised_tokens": 90_000, "lengths": lengths, "rejected": {"no answer": 3}}
+    stats["splits"] = {"train": {"samples": 993}, "validation": {"samples": 23, "tokens": 3000, "supervised_tokens": 1900}}
     write(dataset / "stats.json", stats)
     write(dataset / "manifest.json", manifest("prepare_dataset", "a", {}))
-    write(tmp_path / "regenerated/tiny/chat/manifest.json", manifest("regenerate_responses", "f", {"dropped": {"loop": 7}}))
+    write(tmp_path / "regenerated/tiny/chat/manifest.json", manifest("regenerate_responses", "f", {"dropped": {"repeats itself": 7}}))
     figures = {"bytes": 9_876_543, "tokens_per_second": 1400.4, "seconds": 1800.0}
     write(
         tmp_path / "hidden_states/tiny/chat/2-4-5_bfloat16/manifest.json",
@@ -207,12 +208,15 @@ def test_the_tables_say_what_was_found(results):
     # Supervised share; times; what differs; what was sampled, as text.
     for text in ("64.29 %", "12.3", "56.8", '"</b>\\n"', "Why <b>?", "of <i>"):
         assert text in page.text, text
+    assert [table.rows for table in report.tables(collected(results)) if table.name == "datasets"] == [
+        [("tiny/chat", "1,016", "23", "140,000", "64.29 %", "40")]
+    ]
     # The capture that the draft was trained on, not the other one; its own seconds, on two GPUs.
     assert "9,876,543" in page.text
     assert "1,800.0" in page.text and "1.00" in page.text
     assert "bbbbbbbbbbbb" in page.text
     assert "000000000000" not in page.text
-    assert "regeneration: loop" in page.text
+    assert "regeneration: repeats itself" in page.text
     assert "torch 2.13.0" in page.text and "0123456789ab, with changes" in page.text and "2026-11-30T00:00:00Z on a host" in page.text
     assert "a note about <rounding>" in page.text
 

@@ -105,7 +105,7 @@ def reformat(edit):
 
 
 def raise_version(edit):
-    edit.edit_script("prepare_dataset.py", "VERSION = 1", "VERSION = 2")
+    edit.edit_script("prepare_dataset.py", "VERSION = 3", "VERSION = 4")
 
 
 def raise_version_with_effect(edit):
@@ -164,7 +164,10 @@ MATRIX = {
     "VERSION with effect": (raise_version_with_effect, {"map_vocabulary": RUN, **TRAIN}),
     "edit a row": (edit_a_row, DATA),
     "append rows": (lambda edit: edit.write_rows([*edit.rows(), {"prompt": "And one more?", "response": "Yes."}]), DATA),
-    "reorder rows": (lambda edit: edit.write_rows(edit.rows()[::-1]), ALL_RESTORED | {"regenerate_responses": RUN}),
+    "reorder rows": (
+        lambda edit: edit.write_rows(edit.rows()[::-1]),
+        ALL_RESTORED | {"regenerate_responses": RUN, "prepare_dataset": RUN},
+    ),  # the ledger's lines
     "learning rate": (lambda edit: edit.draft["training"].update(learning_rate=0.002), TRAIN),
     "epochs": (lambda edit: edit.draft["training"].update(epochs=2), TRAIN),
     "draft vocabulary": (lambda edit: edit.draft.update(vocab_size=265), {"map_vocabulary": RUN, **TRAIN}),

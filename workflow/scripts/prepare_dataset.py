@@ -12,6 +12,7 @@ Runtime: sources (the files; their content is in the key, their names are not).
 import argparse
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from aerie import audit, cli
 from aerie.errors import AerieError
 from aerie.preparation import NOT_COUNTED, Fate, Options, Prepared, check_rejected, choose, prepare
 from aerie.samples import write_samples
-from aerie.sources import Source, read_rows, sources_digest
-from aerie.stage import Recipe, StageResult, run_stage
+from aerie.sources import Source, numbered_rows, sources_digest
+from aerie.stage import Recipe, StageResult, read_manifest, run_stage
 from aerie.targets import Target
 
-VERSION = 2
+VERSION = 3
 
 
 def main(args: argparse.Namespace) -> None:
@@ -42,12 +43,13 @@ def main(args: argparse.Namespace) -> None:
             vocab_size=target.vocab_size,
             **{name: settings[name] for name in ("max_length", "system_prompt", "last_turn_only", "template_options")},
         )
-        prepared = prepare([(source.name, read_rows(source)) for source in sources], options, work / "tokens", args.workers)
-        choose(prepared, sources, settings["validation_share"], settings["max_samples"])
+        listed, rows = numbered_rows(sources)
+        prepared = prepare([source.name for source in listed], rows, options, work / "tokens", args.workers)
+        choose(prepared, listed, settings["validation_share"], settings["max_samples"])
         write_rejects(prepared, work / "rejects.jsonl")
         check(prepared, settings["max_rejected"], work / "rejects.jsonl")
         digest = write_samples(prepared.samples(), out / "samples")
-        stats = describe(prepared)
+        stats = describe(prepared) | regeneration(sources)
         (out / "stats.json").write_text(json.dumps(stats, indent=1) + "\n")
         write_rejects(prepared, out / "rejects.jsonl")
         title = f"Dataset {args.output.name} for {target.name}"
@@ -87,6 +89,15 @@ def _reasons(fates: list[Fate]) -> dict[str, int]:
     return dict(sorted(Counter(fate.reason for fate in fates if fate.reason).items()))
 
 
+def regeneration(sources: Sequence[Source]) -> dict[str, Any]:
+    """{"regeneration": what became of the prompts, by reason}, from the manifest beside regenerated answers; empty without them."""
+    for path in (Path(source.path) for source in sources):
+        if path.name == "responses.parquet" and path.with_name("manifest.json").exists():
+            figures = read_manifest(path.parent)["figures"]
+            return {"regeneration": {name: figures[name] for name in ("prompts", "kept", "cut_off", "dropped", "shortened")}}
+    return {}
+
+
 def describe(prepared: Prepared) -> dict[str, Any]:
     """What stats.json holds: the ledger, counts, and a histogram of lengths in tokens; in all and by source."""
     sources = []
@@ -96,8 +107,17 @@ def describe(prepared: Prepared) -> dict[str, Any]:
         sources.append({"source": name, **_counts(prepared, fates, chosen, prepared.notes[number])})
     return {
         **_counts(prepared, prepared.fates, list(prepared.chosen), sum(prepared.notes, Counter())),
-        "splits": dict(sorted(Counter(prepared.chosen.values()).items())),
+        "splits": {split: _split(prepared, split) for split in sorted(set(prepared.chosen.values()))},
         "sources": sources,
+    }
+
+
+def _split(prepared: Prepared, split: str) -> dict[str, int]:
+    numbers = [number for number, its in prepared.chosen.items() if its == split]
+    return {
+        "samples": len(numbers),
+        "tokens": sum(prepared.lengths[number] for number in numbers),
+        "supervised_tokens": sum(prepared.entries[number].supervised for number in numbers),
     }
 
 

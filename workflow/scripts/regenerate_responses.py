@@ -45,7 +45,8 @@ from aerie.sources import Source, read_rows, sources_digest
 from aerie.stage import Recipe, StageResult, run_stage
 from aerie.targets import Target
 
-VERSION = 3
+VERSION = 4
+ANSWERS_VERSION = 3  # of the answers in the store, which cost the most: raised only when the target would be asked otherwise
 
 # What an answer depends on; the other settings only choose among prompts and answers.
 ANSWER_SETTINGS = ("max_new_tokens", "temperature", "top_p", "seed", "dtype", "value_options", "template_options")
@@ -68,15 +69,15 @@ def main(args: argparse.Namespace) -> None:
     manifest = run_stage(recipe, VERSION, inputs, args.output, args.store, compute, args.log, answers)
     figures = manifest["figures"]
     cli.say(
-        f"regenerate: {figures['kept']:,} of {figures['prompts']:,} conversations kept, "
-        f"dropped {json.dumps(figures['dropped'])}, shortened {json.dumps(figures['shortened'])}"
+        f"regenerate: {figures['kept']:,} of {figures['prompts']:,} conversations kept ({figures['cut_off']:,} of them cut off at "
+        f"max_new_tokens), dropped {json.dumps(figures['dropped'])}, shortened {json.dumps(figures['shortened'])}"
     )
 
 
 def answers_key(recipe: Recipe, target: Target) -> str:
     """Key of the folder of the store that keeps a target's answers under these settings."""
     how = {name: recipe.settings.get(name) for name in ANSWER_SETTINGS}
-    return digest_of({"version": VERSION, "target": target.digest, "settings": how})
+    return digest_of({"version": ANSWERS_VERSION, "target": target.digest, "settings": how})
 
 
 def regenerate(recipe: Recipe, target: Target, sources: Sequence[Source], store: Path, out: Path) -> StageResult:
@@ -113,7 +114,7 @@ def regenerate(recipe: Recipe, target: Target, sources: Sequence[Source], store:
     (out / "rejects.jsonl").write_text("".join(json.dumps(asdict(one), ensure_ascii=True) + "\n" for one in rejects))
     # Of this run alone: what earlier ones answered is in the store with no time beside it.
     measured = {"asked": len(missing), "generated_tokens": tokens, "tokens_per_second": round(tokens / seconds, 1) if tokens else None}
-    return StageResult(digest=responses_digest(responses), figures=figures | measured)
+    return StageResult(digest=responses_digest(responses, rejected), figures=figures | measured)
 
 
 def ask_all(missing: Sequence[Prompt], recipe: Recipe, target: Target, answer_store: AnswerStore, done: int) -> tuple[float, int]:

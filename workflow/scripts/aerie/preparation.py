@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -22,7 +23,7 @@ from .errors import AerieError
 from .keys import digest_of
 from .progress import Progress
 from .samples import Sample
-from .sources import RawRow, Source, mixture
+from .sources import RawRow, Source, limit_of, mixture
 
 CHUNK_ROWS = 256  # rows that a worker takes at once …
 CHUNK_CHARACTERS = 1 << 22  # … or fewer, where they are long
@@ -104,13 +105,13 @@ class Prepared:
                 yield {"source": fate.file, "line": fate.line, "reason": fate.reason, "detail": fate.detail}
 
 
-def prepare(sources: Sequence[tuple[str, Iterable[RawRow]]], options: Options, folder: Path, workers: int = 1) -> Prepared:
-    """Renders, masks and truncates every row of the sources ((name, rows) pairs), in `workers` processes."""
+def prepare(sources: Sequence[str], rows: Iterable[tuple[int, RawRow]], options: Options, folder: Path, workers: int = 1) -> Prepared:
+    """Renders, masks and truncates every row, in `workers` processes. sources: their names; rows: each with its source's number."""
     folder.mkdir(parents=True, exist_ok=True)
-    prepared = Prepared(folder, [name for name, _ in sources])
+    prepared = Prepared(folder, sources)
     progress = Progress("prepare_dataset", 0, "rows")
     with open(folder / "input_ids", "wb") as ids, open(folder / "loss_mask", "wb") as mask:
-        for chunk in _run(_chunks(sources), options, workers):
+        for chunk in _run(_chunks(rows), options, workers):
             ids.write(chunk.input_ids)
             mask.write(chunk.loss_mask)
             known = len(prepared.entries)
@@ -137,16 +138,15 @@ class _Chunk(NamedTuple):
     notes: dict[int, Counter[str]]
 
 
-def _chunks(sources: Sequence[tuple[str, Iterable[RawRow]]]) -> Iterator[list[tuple[int, RawRow]]]:
+def _chunks(rows: Iterable[tuple[int, RawRow]]) -> Iterator[list[tuple[int, RawRow]]]:
     chunk: list[tuple[int, RawRow]] = []
     characters = 0
-    for number, (_, rows) in enumerate(sources):
-        for row in rows:
-            chunk.append((number, row))
-            characters += len(row.data) if isinstance(row.data, str) else 1000
-            if len(chunk) == CHUNK_ROWS or characters > CHUNK_CHARACTERS:
-                yield chunk
-                chunk, characters = [], 0
+    for number, row in rows:
+        chunk.append((number, row))
+        characters += len(row.data) if isinstance(row.data, str) else 1000
+        if len(chunk) == CHUNK_ROWS or characters > CHUNK_CHARACTERS:
+            yield chunk
+            chunk, characters = [], 0
     if chunk:
         yield chunk
 
@@ -248,9 +248,10 @@ class Worker:
         notes += ["cut at max_length"] * sum(len(one.input_ids) > most for one in rendered)
         kept = [one for one in rendered if any(one.loss_mask[:most])]
         if not kept:
-            raise Unusable(
-                "no supervised token within max_length" if any(map(any, (one.loss_mask for one in rendered))) else "no supervised token"
-            )
+            first = min((one.loss_mask.index(1) + 1 for one in rendered if any(one.loss_mask)), default=0)
+            if not first:
+                raise Unusable("no supervised token")
+            raise Unusable(f"no supervised token within max_length: the first is token {first}, max_length is {most}")
         turns = [one.turns if len(one.input_ids) <= most else count_turns(one.loss_mask[:most]) for one in kept]
         return [Sample(one.input_ids[:most], one.loss_mask[:most], "") for one in kept], turns, notes
 
@@ -276,16 +277,23 @@ def check_rejected(faulty: Sequence[str], rows: int, max_rejected: float, more: 
 
 
 def choose(prepared: Prepared, sources: Sequence[Source], validation_share: float, max_samples: int | None = None) -> None:
-    """Chooses the samples, fills in `chosen`, and the reason of rows that have none of them.
+    """Chooses the samples, fills in `chosen`, and reason and detail of rows that have none of them.
 
     Exact duplicates are taken once; each source gives its samples of lowest hash, as many as its cap and the weights allow.
     Validation is chosen by the hash of the first user message, so it is stable when data is added or regenerated.
     """
     entries = prepared.entries
     canonical = sorted(range(len(entries)), key=lambda number: (entries[number].order, prepared.sources[entries[number].source], number))
-    unique = [number for place, number in enumerate(canonical) if not place or entries[number].order != entries[canonical[place - 1]].order]
+    unique: list[int] = []
+    twin_of: dict[int, int] = {}  # of each duplicate, the sample that is taken
+    for number in canonical:
+        if unique and entries[number].order == entries[unique[-1]].order:
+            twin_of[number] = unique[-1]
+        else:
+            unique.append(number)
     taken: Counter[int] = Counter()
-    most = mixture(Counter(entries[number].source for number in unique), sources)
+    there = Counter(entries[number].source for number in unique)
+    most = mixture(there, sources)
     mixed = []
     for number in unique:
         source = entries[number].source
@@ -293,11 +301,20 @@ def choose(prepared: Prepared, sources: Sequence[Source], validation_share: floa
             taken[source] += 1
             mixed.append(number)
     prepared.chosen = limit(split(mixed, entries, validation_share), max_samples)
-    alive = set(unique)
+    within = set(mixed)
+    starts = [fate.samples.start for fate in prepared.fates]  # ascending; of equal ones, the last is the row with the samples
     for place, fate in enumerate(prepared.fates):
-        if fate.samples and not any(number in prepared.chosen for number in fate.samples):
-            reason = "not chosen" if any(number in alive for number in fate.samples) else "duplicate"
-            prepared.fates[place] = fate._replace(reason=reason)
+        if not fate.samples or any(number in prepared.chosen for number in fate.samples):
+            continue
+        own = [number for number in fate.samples if number not in twin_of]
+        if not own:
+            twin = prepared.fates[bisect_right(starts, twin_of[fate.samples.start]) - 1]
+            reason, detail = "duplicate", f"same as {twin.file}:{twin.line}"
+        elif any(number in within for number in own):
+            reason, detail = "not chosen", f"beyond max_samples of {max_samples} for the whole dataset"
+        else:
+            reason, detail = "not chosen", limit_of(sources[fate.source], most[fate.source], there[fate.source])
+        prepared.fates[place] = fate._replace(reason=reason, detail=detail)
 
 
 def split(numbers: Sequence[int], entries: Sequence[Entry], share: float) -> dict[int, str]:

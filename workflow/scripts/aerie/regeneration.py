@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from . import cli
 from .conversations import Conversation, Message, with_system
 from .keys import digest_of
-from .sources import Source, mixture
+from .sources import Source, limit_of, mixture
 from .stage import sync_file, sync_folder
 
 LOOP_REPEATS = 4
@@ -152,15 +152,21 @@ def choose_prompts(
                 rejected.append(Rejection(prompt.source, prompt.line, "duplicate prompt", f"same as {first.source}:{first.line}"))
             else:
                 prompts[prompt.key], source_of[prompt.key] = prompt, number
-    most = mixture(Counter(source_of.values()), [source for source, _ in sources])
+    there = Counter(source_of.values())
+    most = mixture(there, [source for source, _ in sources])
     taken: Counter[int] = Counter()
     chosen: list[Prompt] = []
     for key in sorted(prompts):
-        if taken[source_of[key]] < most[source_of[key]] and (max_prompts is None or len(chosen) < max_prompts):
-            taken[source_of[key]] += 1
-            chosen.append(prompts[key])
+        number = source_of[key]
+        if taken[number] == most[number]:
+            detail = limit_of(sources[number][0], most[number], there[number])
+        elif len(chosen) == max_prompts:
+            detail = f"beyond max_prompts (or max_samples) of {max_prompts} for the whole dataset"
         else:
-            rejected.append(Rejection(prompts[key].source, prompts[key].line, "not chosen", "beyond the number of prompts asked for"))
+            taken[number] += 1
+            chosen.append(prompts[key])
+            continue
+        rejected.append(Rejection(prompts[key].source, prompts[key].line, "not chosen", detail))
     return chosen, rejected
 
 
@@ -186,14 +192,14 @@ def find_loop(text: str) -> str:
 
 
 def fault_of(answer: str, finish_reason: str) -> tuple[str, str]:
-    """Why an answer is not good, and the detail: "special tokens", "empty answer", "loop", "cut off", or "" for a good one."""
+    """Why an answer is not good, and the detail: "special tokens", "empty answer", "repeats itself", "cut off", or "" for a good one."""
     if finish_reason == "special":
         return "special tokens", "the answer holds special tokens, which its text does not show"
     if not answer.strip():
         return "empty answer", ""
     loop = find_loop(answer)
     if loop:
-        return "loop", f"ends in a repetition of {loop!r}"
+        return "repeats itself", f"ends in a repetition of {loop!r}"
     if finish_reason == "length":
         return "cut off", "reached max_new_tokens"
     return "", ""
@@ -299,9 +305,11 @@ def write_responses(responses: Sequence[Response], path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows, schema=_RESPONSE_SCHEMA), path)
 
 
-def responses_digest(responses: Sequence[Response]) -> str:
-    """Content digest of the conversations; neither their order nor where the prompts came from is in it."""
-    return digest_of(sorted([one.prompt_key, one.messages, one.finish_reason] for one in responses))
+def responses_digest(responses: Sequence[Response], rejected: Sequence[Rejection]) -> str:
+    """Content digest of the conversations and of what was left out, each with its source and line, since the dataset's ledger
+    names them; their order is not in it."""
+    kept = sorted([one.prompt_key, one.source, one.line, one.messages, one.finish_reason] for one in responses)
+    return digest_of([kept, sorted(list(asdict(one).values()) for one in rejected)])
 
 
 def figures_of(prompts: int, responses: Sequence[Response], rejected: Sequence[Rejection]) -> dict[str, Any]:

@@ -189,7 +189,7 @@ def _datasets(runs: Sequence[RunResults]) -> Table:
         if tokens:
             found[f"{one.target}/{one.dataset}"] = (
                 whole(one.stats.get("samples")),
-                whole((one.stats.get("splits") or {}).get("validation")),
+                whole(((one.stats.get("splits") or {}).get("validation") or {}).get("samples")),
                 whole(tokens),
                 percent(supervised / tokens if supervised is not None else None),
                 whole((one.stats.get("lengths") or {}).get("longest")),

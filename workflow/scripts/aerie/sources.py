@@ -6,7 +6,7 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from .errors import AerieError
 from .keys import digest_of, file_sha256
 
 _ENDINGS = (".json", ".jsonl", ".parquet", ".json.gz", ".jsonl.gz", ".json.zst", ".jsonl.zst")
+_RESPONSE_COLUMNS = {"prompt_key", "source", "line", "messages", "finish_reason"}  # of what regenerate_responses writes
 _CHUNK = 1 << 22  # characters read at a time from a .json file
 _BETWEEN = re.compile(r"[\s,]*")  # what separates the elements of a list
 _SPACE = re.compile(r"\s*")
@@ -71,7 +72,10 @@ class Source(NamedTuple):
 
 
 class RawRow(NamedTuple):
-    """One row as found. line: its line in a .jsonl file, else its number; data: JSON text, or the parsed row."""
+    """One row as found. line: its line in a .jsonl file, else its number; data: JSON text, or the parsed row.
+
+    A regenerated answer has the source and line of the row that its prompt came from.
+    """
 
     source: str
     line: int
@@ -93,6 +97,50 @@ def file_digest(path: Path) -> str:
     return file_sha256(path)
 
 
+def numbered_rows(sources: Sequence[Source]) -> tuple[list[Source], Iterator[tuple[int, RawRow]]]:
+    """The sources as the ledger lists them, and every row with the number of its source among them.
+
+    A file of regenerated answers counts as the files that its prompts came from.
+    """
+    listed: list[Source] = []
+    numbers: list[dict[str, int]] = []  # by file; empty for a source that is listed as it is
+    firsts = []
+    for source in sources:
+        names = _origins(source)
+        firsts.append(len(listed))
+        numbers.append({name: len(listed) + place for place, name in enumerate(names)})
+        listed += [Source(path=name) for name in names] or [source]
+
+    def rows() -> Iterator[tuple[int, RawRow]]:
+        for source, first, number_of in zip(sources, firsts, numbers, strict=True):
+            for row in read_rows(source):
+                yield number_of.get(row.source, first), row
+
+    return listed, rows()
+
+
+def _origins(source: Source) -> list[str]:
+    """The files that the prompts of regenerated answers came from; none for a source of another kind.
+
+    Nor for one with a weight or cap, since these hold for all of it.
+    """
+    import pyarrow.parquet as pq
+
+    path = Path(source.path)
+    if path.suffix != ".parquet" or not path.is_file() or source.weight is not None or source.max_samples is not None:
+        return []
+    try:
+        if not _is_regenerated(pq.read_schema(path).names):
+            return []
+        return sorted(pq.read_table(path, columns=["source"])["source"].unique().to_pylist())
+    except (OSError, ArrowInvalid):  # read_rows says what is wrong with it
+        return []
+
+
+def _is_regenerated(columns: Iterable[str]) -> bool:
+    return set(columns) >= _RESPONSE_COLUMNS
+
+
 def read_rows(source: Source) -> Iterator[RawRow]:
     """Every row of a source, in order, in memory that does not grow with the source.
 
@@ -110,17 +158,18 @@ def read_rows(source: Source) -> Iterator[RawRow]:
             if path.suffix == ".parquet":
                 import pyarrow.parquet as pq
 
-                batches = pq.ParquetFile(path).iter_batches(1000)
-                for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
-                    yield RawRow(name, number, row)
+                file = pq.ParquetFile(path)
+                regenerated = _is_regenerated(file.schema_arrow.names)
+                for number, row in enumerate((row for batch in file.iter_batches(1000) for row in batch.to_pylist()), 1):
+                    yield RawRow(row["source"], row["line"], row) if regenerated else RawRow(name, number, row)
                 continue
-            with _open(path) as file:
+            with _open(path) as text_file:
                 if ".jsonl" in path.suffixes:
-                    for number, text in enumerate(file, 1):
+                    for number, text in enumerate(text_file, 1):
                         if text.strip():
                             yield RawRow(name, number, text.strip())
                 else:
-                    for number, data in enumerate(_json_rows(file, path, source.allow_truncated), 1):
+                    for number, data in enumerate(_json_rows(text_file, path, source.allow_truncated), 1):
                         yield RawRow(name, number, data)
         except (OSError, EOFError, zlib.error, ArrowInvalid) as error:  # a file that is damaged or cut off
             if not source.allow_truncated or not isinstance(error, EOFError):
@@ -263,3 +312,10 @@ def mixture(counts: Counter[int], sources: Sequence[Source]) -> dict[int, int]:
     weights = {number: one.weight for number, one in enumerate(sources) if one.weight is not None}
     scale = min((most[number] / weight for number, weight in weights.items()), default=0.0)
     return most | {number: min(most[number], round(weight * scale)) for number, weight in weights.items()}
+
+
+def limit_of(source: Source, most: int, there: int) -> str:
+    """Which of a source's limits leaves out what is beyond the first `most` (see `mixture`) of the samples or prompts that it has."""
+    if most == source.max_samples:
+        return f"beyond its source's max_samples of {most}"
+    return f"beyond its source's share by weight ({source.weight:g}): {most} of {there}"
