@@ -1,6 +1,8 @@
 """From configuration to recipes: what a setting belongs to, and what bad input is told."""
 
+import ast
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ from snakemake.utils import validate
 from aerie import configuration
 from aerie.configuration import Plan, read_runs
 from aerie.errors import AerieError
-from checkout import ROOT
+from aerie.preparation import NOT_COUNTED
+from aerie.regeneration import fault_of
+from checkout import ROOT, SCRIPTS
 
 STAGES = [
     "convert_target",
@@ -136,6 +140,9 @@ def test_a_preset_is_complete_and_takes_nothing_from_the_demo():
         validate(config, schema=str(ROOT / "workflow/schemas/config.schema.yaml"))
         config["runs"] = str(ROOT / config["runs"])
         [run] = Plan(config, dict.fromkeys(STAGES, 1), True).runs.values()
+        if path.stem == "own-data-cpu":
+            assert config["targets"][run.target]["device"] == "cpu" and config["datasets"][run.dataset]["sources"] == ["my-chats.jsonl"]
+            continue
         assert config["evaluation"]["batch_sizes"] == [1, 8, 32] and config["targets"][run.target]["tensor_parallel"] in (1, 8)
 
 
@@ -246,6 +253,22 @@ def test_a_missing_table_is_named():
 def test_unknown_keys_and_wrong_types_are_refused_by_name(tmp_path, change, named):
     with pytest.raises(WorkflowError, match=named):
         plan(tmp_path, **change)
+
+
+def test_every_reason_is_documented():
+    """Why a row is not used: the reasons that the code gives, and no other, are in the README's two tables."""
+    given = set(NOT_COUNTED) | {fault_of(*answer)[0] for answer in (("x", "special"), ("", "stop"), ("x" * 64, "stop"), ("x", "length"))}
+    for name in ("aerie/conversations.py", "aerie/chat.py", "aerie/preparation.py", "aerie/regeneration.py"):
+        for node in ast.walk(ast.parse((SCRIPTS / name).read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("_Problem", "Unusable", "Rejection"):
+                text = node.args[2 if node.func.id == "Rejection" else 0]
+                text = text.values[0] if isinstance(text, ast.JoinedStr) else text
+                if isinstance(text, ast.Constant):  # else it is one of the others
+                    given.add(str(text.value).partition(":")[0].strip())
+    given |= {"prompt too long", "refused by the chat template"}  # regenerate_responses.rendered
+    section = (ROOT / "config/README.md").read_text().partition("### Why a row is not used")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert {reason.removesuffix(" …") for row in rows for reason in re.findall("`(.*?)`", row)} == given
 
 
 def test_every_key_is_documented():

@@ -231,7 +231,8 @@ def test_slower_is_said_plainly(results):
     assert slower in text
     assert "By requests at once: 1: x 0.51, 16: x 0.51." in text
     assert "second: serving with the draft was 2.10 times as fast" in text
-    header, rule, first, second, *_ = text.splitlines()
+    header, rule, first, second, legend, *_ = text.splitlines()
+    assert all(name in header and name in legend for name in ("coverage", "simulated", "accept. length", "95 %", "by position"))
     assert header.split()[0] == "run"
     assert set(rule) == {"-", " "}
     assert first.index("1.447") == second.index("1.447") == header.index("accept. length")

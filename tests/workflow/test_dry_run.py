@@ -25,11 +25,19 @@ def test_the_demo_plans_every_stage(tmp_path):
     assert result.rules["train_draft"] == result.rules["convert_target"] == 1 and result.rules["fetch_package_file"] == 5
 
 
-def test_the_presets_are_the_four():
-    assert PRESETS == ["deepseek-v3", "kimi-k2.5", "llama-3.1-8b", "qwen3-8b"]
+def test_the_presets():
+    assert PRESETS == ["deepseek-v3", "kimi-k2.5", "llama-3.1-8b", "own-data-cpu", "qwen3-8b"]
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+def test_the_preset_for_own_data_plans_a_run_on_cpu_cores(tmp_path):
+    (tmp_path / "my-chats.jsonl").write_text('{"prompt": "Hello", "response": "Hi."}\n')
+    result = snakemake(tmp_path, "-n", "--configfile", "config/presets/own-data-cpu.yaml")
+    assert result.code == 0, result.text
+    assert result.rules["extract_hidden_states"] == result.rules["train_draft"] == result.rules["regenerate_responses"] == 1
+    assert result.rules["fetch_package_file"] == 2 and not re.search(r"gpu=[1-9]", result.text)
+
+
+@pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset != "own-data-cpu"])
 def test_a_preset_plans_without_asking_the_hub(preset, tmp_path):
     result = snakemake(tmp_path, "-n", "--configfile", f"config/presets/{preset}.yaml", "--config", "max_samples=10")
     assert result.code == 0, result.text
