@@ -2,6 +2,9 @@
 PYTHON ?= python3
 PLATFORM := $(if $(wildcard /proc/driver/nvidia/version),cuda,cpu)
 BIN := .venv/bin
+# What is installed is known by the content of these files, not by their times, which a checkout changes. make clean starts anew.
+UV_READY := .venv/uv-$(shell cat envs/uv-version)
+INSTALLED := .venv/installed-$(PLATFORM)-$(shell sha256sum envs/$(PLATFORM).txt | cut -c 1-16)
 UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --no-deps -r envs/$(PLATFORM).txt
 # Where pip finds wheels on this machine, which uv does not know by itself.
 LINKS = $(shell $(BIN)/pip config get :env:.find-links 2>/dev/null || $(BIN)/pip config get global.find-links 2>/dev/null)
@@ -26,18 +29,21 @@ check: env
 	$(BIN)/snakefmt --check Snakefile workflow/rules
 	$(BIN)/snakemake --lint
 
-env: .venv/installed-$(PLATFORM)
+env: $(INSTALLED)
 
-.venv/installed-%: envs/%.txt .venv/bin/uv
-	$(if $(filter cpu,$*),UV_FIND_LINKS="$(LINKS)" $(UV) || $(UV) --torch-backend cpu,$(UV))
+$(INSTALLED): $(UV_READY)
+	rm -f .venv/installed-*
+	$(if $(filter cpu,$(PLATFORM)),UV_FIND_LINKS="$(LINKS)" $(UV) || $(UV) --torch-backend cpu,$(UV))
 	touch $@
 
-.venv/bin/uv: envs/uv-version
-	$(PYTHON) -m venv --clear .venv
+$(UV_READY):
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	rm -f .venv/uv-*
 	$(BIN)/pip install --quiet uv==$(shell cat envs/uv-version)
+	touch $@
 
 # Resolves envs/*.in into the locks. PyTorch's CPU build has no hash there: other Pythons' files are not in this machine's reach.
-lock: .venv/bin/uv
+lock: $(UV_READY)
 	UV_FIND_LINKS="$(LINKS)" $(BIN)/$(COMPILE) envs/cpu.in -o envs/cpu.txt
 	sed -i -e '/^torch==/,/^[a-z]/{/--hash/d}' -e '/^torch==/s/ .*//' envs/cpu.txt
 	$(BIN)/$(COMPILE) envs/cuda.in -o envs/cuda.txt
