@@ -34,7 +34,7 @@ def test_the_preset_for_own_data_plans_a_run_on_cpu_cores(tmp_path):
     result = snakemake(tmp_path, "-n", "--configfile", "config/presets/own-data-cpu.yaml")
     assert result.code == 0, result.text
     assert result.rules["extract_hidden_states"] == result.rules["train_draft"] == result.rules["regenerate_responses"] == 1
-    assert result.rules["fetch_package_file"] == 2 and not re.search(r"gpu=[1-9]", result.text)
+    assert result.rules["fetch_package_file"] == 2 and not re.search(r"^    resources: .*gpu=[1-9]", result.text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset != "own-data-cpu"])
