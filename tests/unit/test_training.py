@@ -258,9 +258,15 @@ def test_target_head_is_the_targets(problem):
 # The CPU's stand-ins
 
 
+@pytest.fixture
+def dynamo(monkeypatch):
+    """What flex attention needs, and a vLLM that was started in this process has turned off."""
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
+
+
 @pytest.mark.parametrize("attention", [packed_attention, flex_packed_attention])
 @pytest.mark.parametrize("window", [None, 2])
-def test_attention_is_masked_attention(attention, window):
+def test_attention_is_masked_attention(attention, window, dynamo):
     from torch.nn.functional import scaled_dot_product_attention
 
     torch.manual_seed(0)
@@ -340,7 +346,7 @@ def test_loss_at_supervised_rows_is_speculators_loss(problem, packed_batch, wind
 
 
 @pytest.mark.parametrize("window", [None, 7])
-def test_loss_with_the_gpus_attention_is_the_cpus(problem, packed_batch, window):
+def test_loss_with_the_gpus_attention_is_the_cpus(problem, packed_batch, window, dynamo):
     """flex attention has no gradient on a CPU, so its loss alone is compared; the benchmark compares gradients on a GPU."""
     losses = []
     for attention in (PACKED_ATTENTION, FLEX_ATTENTION):

@@ -83,7 +83,7 @@ def test_the_results_are_complete_and_consistent(finished):
     assert dataset["figures"]["rows"] == regenerated == figures["kept"] == 40 - sum(figures["dropped"].values())
     assert states["figures"]["samples"] == len(keys)
     d2t, t2d = np.load(results / "vocab_maps/a/d2t.npy"), np.load(results / "vocab_maps/a/t2d.npy")
-    assert len(d2t) == t2d.sum() == 200 and (np.arange(200) + d2t == np.flatnonzero(t2d)).all()
+    assert len(d2t) == t2d.sum() == 270 and (np.arange(270) + d2t == np.flatnonzero(t2d)).all()
     acceptance = json.loads((results / "evaluations/a/acceptance.json").read_text())
     assert {"acceptance_length", "accepted_per_position", "draft_tokens", "prompts", "tokens_per_second"} <= set(acceptance)
     assert acceptance["prompts"] == 6 and set(acceptance["tokens_per_second"]) == {"baseline", "draft"}
