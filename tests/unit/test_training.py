@@ -259,9 +259,12 @@ def test_target_head_is_the_targets(problem):
 
 
 @pytest.fixture
-def dynamo(monkeypatch):
+def dynamo():
     """What flex attention needs, and a vLLM that was started in this process has turned off."""
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)
+    import torch._dynamo
+
+    with torch._dynamo.config.patch(disable=False):
+        yield
 
 
 @pytest.mark.parametrize("attention", [packed_attention, flex_packed_attention])
