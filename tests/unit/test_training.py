@@ -22,7 +22,7 @@ from aerie.errors import AerieError
 from aerie.model_card import model_card
 from aerie.muon import Float32Muon, orthogonalize
 from aerie.samples import Sample, load_samples, write_samples
-from aerie.supervised_loss import supervised_loss
+from aerie.supervised_loss import _distribution, _judge, supervised_loss
 from aerie.train_run import select_split, train
 from aerie.training import DraftTrainer, TrainingSettings
 from aerie.training_data import DraftSamples, PackOrder, ShardTransfer, batches, rows_of, step_counts, supervised_counts
@@ -256,6 +256,22 @@ def test_target_head_is_the_targets(problem):
 
 
 # The CPU's stand-ins
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_divergence_is_float32_also_where_products_are_not(autocast):
+    """Against torch's own in float64; autocast would take a sum of products to bfloat16."""
+    torch.manual_seed(0)
+    targets, logits = torch.randn(2, 7, 300).mul(4).unbind()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        probabilities, negentropy, target_best = _distribution(targets.clone())
+        divergence, best, gradient = _judge(logits.clone(), probabilities, negentropy)
+    expected, drafted = targets.double().softmax(-1), logits.double().requires_grad_()
+    losses = torch.nn.functional.kl_div(drafted.log_softmax(-1), expected, reduction="none").sum(-1)
+    losses.sum().backward()
+    torch.testing.assert_close(divergence.double(), losses.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient.double(), drafted.grad, rtol=1e-4, atol=1e-6)
+    assert torch.equal(best, logits.argmax(-1)) and torch.equal(target_best, targets.argmax(-1))
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from speculators.models.eagle3 import Eagle3DraftModel
 from transformers import DynamicCache
 
 from .draft_attention import BLOCK, FLEX_ATTENTION, Packing
+from .fusion import fused
 
 # Rows whose logits are computed at a time: on a CPU, so many as fit into its cache.
 _HEAD_ROWS = {"cpu": 128, "cuda": 2048}
@@ -46,14 +47,9 @@ class _HeadDivergence(torch.autograd.Function):
         divergence, best = torch.empty_like(negentropy), torch.empty(len(hidden), dtype=torch.long, device=hidden.device)
         gradient = torch.empty_like(hidden)
         for own in _blocks(hidden):
-            logits = (hidden[own] @ head.T).float()
-            expected = torch.linalg.vecdot(probabilities[own], logits)
-            top = logits.max(-1, keepdim=True)
-            best[own] = top.indices[:, 0]
-            odds = logits.sub_(top.values).exp_()
-            total = odds.sum(-1, keepdim=True)
-            divergence[own] = negentropy[own] - expected + (top.values + total.log())[:, 0]
-            torch.mm(odds.div_(total).sub_(probabilities[own]).to(head.dtype), head, out=gradient[own])
+            judge = fused(_judge, hidden.device)
+            divergence[own], best[own], slope = judge(hidden[own] @ head.T, probabilities[own], negentropy[own])
+            torch.mm(slope, head, out=gradient[own])
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(best)
         return divergence, best
@@ -62,6 +58,29 @@ class _HeadDivergence(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         gradient = ctx.saved_tensors[0]
         return (gradient * gradients[0][:, None]).to(gradient.dtype), None, None, None
+
+
+def _judge(logits: torch.Tensor, probabilities: torch.Tensor, negentropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(divergence, best, gradient of the logits in their dtype) of a block of rows; the logits are overwritten."""
+    values = logits.float()
+    expected = _dot(probabilities, values)
+    top = values.max(-1, keepdim=True)
+    odds = values.sub_(top.values).exp_()
+    total = odds.sum(-1, keepdim=True)
+    divergence = negentropy - expected + (top.values + total.log())[:, 0]
+    return divergence, top.indices[:, 0], odds.div_(total).sub_(probabilities).to(logits.dtype)
+
+
+def _distribution(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(probabilities, sum of p log p, best token) of a block of rows, float32 and int64."""
+    logs = logits.float().log_softmax(-1)
+    probabilities = logs.exp()
+    return probabilities, _dot(probabilities, logs.clamp(min=torch.finfo(logs.dtype).min)), logs.argmax(-1)
+
+
+def _dot(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Of each row; torch.linalg.vecdot is taken to half precision where autocast is on."""
+    return (one * other).sum(-1)
 
 
 def _blocks(rows: torch.Tensor) -> list[slice]:
@@ -78,10 +97,8 @@ def _target_distribution(
     probabilities = torch.empty(rows, len(head), device=head.device)
     negentropy, best = torch.empty(rows, device=head.device), torch.empty(rows, dtype=torch.long, device=head.device)
     for own in _blocks(last_states):
-        logs = (model.verifier_norm(last_states[own]).to(dtype) @ head.T).float().log_softmax(-1)
-        best[own] = logs.argmax(-1)
-        torch.exp(logs, out=probabilities[own])
-        negentropy[own] = torch.linalg.vecdot(probabilities[own], logs.clamp_(min=torch.finfo(logs.dtype).min))
+        logits = model.verifier_norm(last_states[own]).to(dtype) @ head.T
+        probabilities[own], negentropy[own], best[own] = fused(_distribution, head.device)(logits)
     return probabilities, negentropy, best
 
 

@@ -14,6 +14,7 @@ from .cpu_memory import keep_freed_memory
 from .draft_attention import attention_for
 from .draft_model import DraftShape, aux_columns, build_draft, export_draft, norm_gain, start_from
 from .errors import AerieError
+from .fusion import fuse_norms, grow_segments
 from .keys import draft_digest
 from .ranks import ALONE, Ranks, run_in_ranks
 from .training import DraftTrainer, TrainingSettings, pick_device
@@ -48,6 +49,7 @@ def train(
     runtime: {device: auto | cpu | cuda, ranks (default 1), workers, checkpoint_seconds}. work: folder that outlives a kill.
     init_from: folder of a draft whose weights are the first.
     """
+    grow_segments()
     device, ranks = pick_device(runtime.get("device", "auto")), int(runtime.get("ranks", 1))
     arguments = (target, samples, states, vocab_map, settings, runtime, work, out, init_from)
     if ranks == 1:
@@ -98,6 +100,7 @@ def _train_rank(
     train_loader, validation_loader = loader_of("train", training.packs_per_step, workers), loader_of("validation", ranks.count, 0)
     seed_everything(training.seed)
     model = build_draft(target, shape, vocab_map, training.ttt_steps, attention_for(device))
+    fuse_norms(model, device)
     if init_from:
         start_from(model, init_from)
     weights = target.head_weights()

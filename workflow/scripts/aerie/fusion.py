@@ -1,0 +1,35 @@
+"""On a GPU, what lies between matrix products is compiled into few kernels: one by one, they take as long as the products.
+
+On a CPU nothing is compiled, which would take a C++ compiler and longer than small work.
+"""
+
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+
+def fused(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """The function, compiled on a GPU; for any number of rows, since packs differ in theirs."""
+    return _compiled(function) if device.type == "cuda" else function
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+def fuse_norms(model: torch.nn.Module, device: torch.device) -> None:
+    """The same for a model's norms, in place."""
+    if device.type == "cuda":
+        for module in model.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                module.compile(dynamic=True)
+
+
+def grow_segments() -> None:
+    """Lets CUDA's memory segments grow, here and in child processes, before the first is taken: packs differ in size, and to give
+    memory back and ask for other memory would stop the GPU at nearly every step."""
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
