@@ -20,9 +20,7 @@ Time: the engines import together and load one after the other. A repeat is not 
 """
 
 import argparse
-import contextlib
 import json
-import multiprocessing
 import os
 import shutil
 import statistics
@@ -30,10 +28,8 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "workflow" / "scrip
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled when it is first used
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+from worker import Answer, Worker
 
 _COMMON = {"torch_dtype": "bfloat16", "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -192,8 +190,8 @@ class Benchmark:
         self.results["disk"] = measure_disk(self.scratch, 2**32 if self.gpu else 2**28)
         say(f"{self.scratch} takes {self.results['disk']['bytes_per_second'] / 1e9:.2f} GB/s")
 
-    def _start(self, name: str) -> "Worker":
-        return Worker(name, self.job, self.args.out / f"{name}.log")
+    def _start(self, name: str) -> Worker:
+        return Worker(start, name, self.job, self.args.out / f"{name}.log")
 
     def _end_workers(self) -> None:
         for worker in self.workers.values():
@@ -247,61 +245,22 @@ class Benchmark:
         (self.args.out / "results.json").write_text(json.dumps(self.results, indent=1, default=str) + "\n")
 
 
-class Worker:
-    """A variant's process, seen from the parent."""
-
-    def __init__(self, name: str, job: dict[str, Any], log: Path) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(name, job, str(log), theirs))
-        self.process.start()
-        theirs.close()
-
-    def ask(self, what: str, timeout: float) -> dict[str, Any]:
-        try:
-            self.pipe.send(what)
-            if not self.pipe.poll(max(timeout, 0)):
-                return {"error": "no answer before --max-seconds"}
-            answer: dict[str, Any] = self.pipe.recv()
-            return answer
-        except (EOFError, OSError):
-            self.process.join(5)
-            return {"error": f"the process ended with code {self.process.exitcode}"}
-
-    def end(self) -> None:
-        with contextlib.suppress(OSError):
-            self.pipe.send("end")
-        self.process.join(15)
-        for stop in (self.process.terminate, self.process.kill):
-            if self.process.is_alive():
-                stop()
-                self.process.join(5)
-
-
-def serve(name: str, job: dict[str, Any], log: str, pipe: Connection) -> None:
-    """The child: imports, then does as it is told."""
-    with open(log, "ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    run: Callable[[list[list[int]]], dict[str, Any]] | None = None
+def start(name: str, job: dict[str, Any]) -> Answer:
+    """In the child: imports; then does as it is told, "load" or "run"."""
     prompts = make_prompts(job)
-    try:
-        prepare = VARIANTS[name]
-        prepare_imports(name)
-        while (what := pipe.recv()) != "end":
-            if what == "load":
-                run = prepare(job)
-                run(prompts[:_WARM_UP])
-                pipe.send(environment(job))
-            else:
-                assert run is not None
-                pipe.send(run(prompts))
-    except EOFError:
-        return
-    except BaseException as error:
-        traceback.print_exc()
-        pipe.send({"error": f"{type(error).__name__}: {error}"})
-        raise
+    prepare_imports(name)
+    run: Callable[[list[list[int]]], dict[str, Any]] | None = None
+
+    def answer(what: str) -> dict[str, Any]:
+        nonlocal run
+        if what == "load":
+            run = VARIANTS[name](job)
+            run(prompts[:_WARM_UP])
+            return environment(job)
+        assert run is not None
+        return run(prompts)
+
+    return answer
 
 
 def prepare_imports(name: str) -> None:

@@ -19,10 +19,8 @@ would end after --max-seconds, and what has not answered by then is ended.
 """
 
 import argparse
-import contextlib
 import itertools
 import json
-import multiprocessing
 import os
 import re
 import resource
@@ -32,11 +30,9 @@ import sys
 import sysconfig
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +42,8 @@ _TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(_TESTS.parent / "workflow" / "scripts"), str(_TESTS)]
 os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])  # for the loaders' workers
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from worker import Answer, Worker  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {  # Llama-3.1-8B, its width
@@ -110,7 +108,7 @@ class Benchmark:
     def run(self) -> None:
         workers: dict[str, Worker] = {}
         try:
-            workers = {name: Worker(name, self.job, self.args.out / f"{name}.log") for name in VARIANTS}  # they import meanwhile
+            workers = {name: Worker(start, name, self.job, self.args.out / f"{name}.log") for name in VARIANTS}  # they import meanwhile
             self.results["setting"] |= make_problem(self.job)
             say(f"states are there after {time.monotonic() - self.began:.0f} s")
             self._repeat(workers)
@@ -122,7 +120,7 @@ class Benchmark:
             self._save()
             print(table(self.results), flush=True)
 
-    def _repeat(self, workers: dict[str, "Worker"]) -> None:
+    def _repeat(self, workers: dict[str, Worker]) -> None:
         longest = 0.0
         for seed in range(self.job["repeats"]):
             if seed and self.left < 1.1 * longest:
@@ -149,55 +147,13 @@ class Benchmark:
         (self.args.out / "results.json").write_text(json.dumps(self.results, indent=1, default=str) + "\n")
 
 
-class Worker:
-    """A variant's process, seen from the parent."""
+def start(name: str, job: dict[str, Any]) -> Answer:
+    """In the child: imports; then trains with each seed that it is given."""
+    import speculators.train.cli  # noqa: F401
 
-    def __init__(self, name: str, job: dict[str, Any], log: Path) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(name, job, str(log), theirs))
-        self.process.start()
-        theirs.close()
+    import aerie.train_run  # noqa: F401
 
-    def ask(self, seed: int, timeout: float) -> dict[str, Any]:
-        try:
-            self.pipe.send(seed)
-            if not self.pipe.poll(max(timeout, 0)):
-                return {"error": "no answer before --max-seconds"}
-            answer: dict[str, Any] = self.pipe.recv()
-            return answer
-        except (EOFError, OSError):
-            self.process.join(5)
-            return {"error": f"the process ended with code {self.process.exitcode}"}
-
-    def end(self) -> None:
-        with contextlib.suppress(OSError):
-            self.pipe.send(None)
-        self.process.join(5)
-        for stop in (self.process.terminate, self.process.kill):
-            if self.process.is_alive():
-                stop()
-                self.process.join(5)
-
-
-def serve(name: str, job: dict[str, Any], log: str, pipe: Connection) -> None:
-    """The child: imports, then trains with each seed that it is given."""
-    with open(log, "ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    try:
-        import speculators.train.cli  # noqa: F401
-
-        import aerie.train_run  # noqa: F401
-
-        while (seed := pipe.recv()) is not None:
-            pipe.send(VARIANTS[name](job, seed) | {"environment": environment(job)})
-    except EOFError:
-        return
-    except BaseException as error:
-        traceback.print_exc()
-        pipe.send({"error": f"{type(error).__name__}: {error}"})
-        raise
+    return lambda seed: VARIANTS[name](job, seed) | {"environment": environment(job)}
 
 
 # --- The problem ------------------------------------------------------------------------------------------------------
