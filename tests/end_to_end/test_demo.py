@@ -72,7 +72,7 @@ def test_a_second_run_has_nothing_to_do(folder):
 
 def test_a_learning_rate_is_trained_and_its_old_value_restored(folder):
     before = (folder / "results/drafts/demo/manifest.json").read_bytes()
-    change = ("--config", "drafts={'eagle3': {'training': {'learning_rate': 0.002}}}")
+    change = ("--config", "drafts={eagle3: {training: {learning_rate: 0.002}}}")
     planned = run(folder, "-n", *change).rules
     assert planned == {"train_draft": 1, "evaluate_draft": 1, "build_report": 1, "write_recipe": 1, "all": 1}
     # as if it had been trained: only the recipe is written, then the setting is changed back

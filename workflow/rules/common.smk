@@ -4,13 +4,19 @@ import shlex
 import sys
 from pathlib import Path
 
-from snakemake.utils import validate
+from snakemake.utils import update_config, validate
 
 SCRIPTS = f"{workflow.basedir}/workflow/scripts"
 sys.path.insert(0, SCRIPTS)
 
 from aerie.cli import put_on_path
-from aerie.configuration import FOLDERS, Plan, engine_versions, read_versions
+from aerie.configuration import (
+    FOLDERS,
+    Plan,
+    engine_versions,
+    read_versions,
+    typed_values,
+)
 from aerie.devices import has_driver
 from aerie.drafts import draft_files
 from aerie.errors import AerieError
@@ -24,6 +30,7 @@ from aerie.targets import PATTERNS
 put_on_path(Path(sys.executable).parent, Path(SCRIPTS))
 
 
+update_config(config, typed_values(workflow.config_settings.config))
 validate(config, schema="../schemas/config.schema.yaml")
 try:
     PLAN = Plan(config, read_versions(Path(SCRIPTS)), has_driver())

@@ -7,11 +7,13 @@ import base64
 import json
 import re
 import zlib
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
+import yaml
 
 from .errors import AerieError
 from .keys import canonical_json, digest_of
@@ -84,6 +86,19 @@ def read_runs(path: Path, config: dict[str, Any]) -> dict[str, Run]:
                 raise AerieError(f"{path}:{number}: {column} {name!r} is not in the configuration's {section} (there: {known})")
         runs[run.run] = run
     return runs
+
+
+def typed_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What `--config` gave, with numbers, true, false and null inside objects and lists; Snakemake leaves them text there."""
+
+    def typed(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: typed(one) for name, one in value.items()}
+        if isinstance(value, list):
+            return [typed(one) for one in value]
+        return yaml.safe_load(value) if isinstance(value, str) else value
+
+    return {name: typed(value) for name, value in given.items() if isinstance(value, Mapping | list)}
 
 
 class Plan:
