@@ -41,7 +41,7 @@ def test_killed_in_three_stages_the_demo_is_complete(folder):
     [batch] = store.glob("answers/*/*.parquet")
     answered = pq.read_metadata(batch).num_rows
     kill_when(folder, lambda: any(store.glob("hidden_states/*/*.safetensors")))
-    assert f"regenerate: {answered} of 800 prompts found answered, {800 - answered} to ask" in terminal(folder)
+    assert f"regenerate: {answered} of 900 prompts found answered, {900 - answered} to ask" in terminal(folder)
     shards = list(store.glob("hidden_states/*/*.safetensors"))
     written = sum(len(read_shard(shard).keys) for shard in shards)
     kill_when(folder, lambda: any(store.glob("train_draft/*.partial/work/checkpoints/*.json")))
