@@ -1,4 +1,4 @@
-"""A Slurm cluster on this machine: munged, slurmctld and two virtual nodes, each with four CPUs and two GPUs that are only files.
+"""A Slurm cluster on this machine: munged, slurmctld and two virtual nodes, each with 16 CPUs and two GPUs that are only names.
 
 Everything it writes is below one temporary folder, on ports of its own; a Slurm that is already here is left alone.
 """
@@ -124,7 +124,7 @@ class SlurmCluster:
         nodes, gpus = [], []
         for node, port in zip(NODES, ports[1:], strict=True):
             nodes.append(
-                f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=64000 Gres=gpu:2 State=UNKNOWN"
+                f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=16 RealMemory=64000 Gres=gpu:2 State=UNKNOWN"
             )
             for number in range(2):
                 device = self.folder / f"{node}-gpu{number}"

@@ -30,6 +30,7 @@ try:
 except AerieError as error:
     raise WorkflowError(str(error))
 ENVIRONMENT = f"{workflow.basedir}/envs/{'cuda' if PLAN.has_gpu else 'cpu'}.yaml"
+os.environ["AERIE_ENVS"] = f"{workflow.basedir}/envs"  # for envs/*.post-deploy.sh
 
 
 wildcard_constraints:
