@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import pandas as pd
 import psutil
 import pytest
 from slurm_cluster import PROGRAMS, SlurmCluster
@@ -97,10 +98,10 @@ def test_the_whole_pipeline_runs_as_slurm_jobs(cluster, tmp_path):
 
 @pytest.fixture
 def wide(tmp_path):
-    """A target whose states are so large (80 kB a token) that a part writes a shard every 3,200 tokens; 32,000 tokens in all."""
+    """A target whose states are so large (80 kB a token) that a part writes a shard every 3,200 tokens; 64,000 tokens in all."""
     workflow = TinyWorkflow(tmp_path)
     make_tiny_llama(tmp_path / "target", hidden_size=5120)
-    rows = [{"prompt": f"What is {n}?", "response": f"{n} is {n - 1} and one, {' '.join(str(n * k) for k in range(2, 40))}"} for n in range(300)]
+    rows = [{"prompt": f"What is {n}?", "response": f"{n} is {n - 1} and one, {' '.join(str(n * k) for k in range(2, 40))}"} for n in range(600)]
     (tmp_path / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     workflow.config["extraction"] = {"parts": 2}
     del workflow.config["datasets"]["talk"]["regenerate"]
@@ -124,18 +125,32 @@ class Extraction:
         return found
 
     def stop_after_a_shard(self, submitted: Submitted, part: int) -> dict[str, list[str]]:
-        """Waits until a part has written one more shard and has more to write; stops its processes (SIGSTOP), to be ended by what comes."""
-        before, end = set(self.shards(part)), time.monotonic() + 600
-        while set(self.shards(part)) <= before:
+        """Waits until a part has written one more shard and stops it at once (SIGSTOP), to be ended by what comes; it had more to write."""
+        before, end = self._files(), time.monotonic() + 600
+        while not (command := self._command(part)):
             assert submitted.process.poll() is None and time.monotonic() < end, submitted.terminal.read_text()
-            time.sleep(0.02)
+            time.sleep(0.2)
+        while not self.shards(part).keys() - before:
+            assert submitted.process.poll() is None and time.monotonic() < end, submitted.terminal.read_text()
+            time.sleep(0.01)
+        for process in (command, *command.children(recursive=True)):  # the engine is a child
+            process.suspend()
+        stored = self.shards(part)
+        wanted = pd.read_parquet(self.folder / STATES / "missing.parquet")["sample_key"]
+        stored_keys = {key for keys in stored.values() for key in keys}
+        assert {key for key in wanted if part_of(key, 2) == part} - stored_keys, "it had written all: give it more samples"
+        return stored
+
+    def _files(self) -> set[str]:
+        return {path.name for path in self.folder.glob("results/.store/hidden_states/*/*.safetensors")}
+
+    def _command(self, part: int) -> psutil.Process | None:
+        """The process of a part's command that watches over the others."""
         for process in psutil.process_iter(["cmdline", "cwd"]):
-            line = " ".join(process.info["cmdline"] or [])
-            if process.info["cwd"] == str(self.folder) and "extract_hidden_states.py" in line and f"--part {part} " in line:
-                for one in (process, *process.children(recursive=True)):  # the engine is a child, with another command line
-                    one.suspend()
-        assert not (self.folder / f"{STATES}/part-{part}-of-2.parquet").exists(), "it ended before it could be stopped: give it more samples"
-        return self.shards(part)
+            words = process.info["cmdline"] or []
+            if process.info["cwd"] == str(self.folder) and f"--part {part} " in " ".join(words) and "python" in words[0]:
+                return process
+        return None
 
 
 def test_nothing_is_lost_when_a_job_is_cancelled_runs_out_of_time_or_loses_its_node(cluster, wide):
@@ -172,7 +187,7 @@ def test_nothing_is_lost_when_a_job_is_cancelled_runs_out_of_time_or_loses_its_n
     assert first.items() <= second.items() <= third.items() <= last.items() and len(last) > len(third) > len(second) > len(first)
     keys = [key for part in range(2) for shard in extraction.shards(part).values() for key in shard]
     samples = wide.manifest(*Path(STATES).parts[1:])["figures"]["samples"]
-    assert len(keys) == len(set(keys)) == samples == 300
+    assert len(keys) == len(set(keys)) == samples == 600
     log = (wide.folder / "results/logs/extract_hidden_states/tiny/talk/default_float32/part-0-of-2.log").read_text()
     found = re.search(r"hidden states: (\d+) of the (\d+) samples were written meanwhile or by an earlier attempt", log)
     assert found and int(found[1]) >= sum(map(len, third.values())) - sum(map(len, second.values()))
