@@ -29,7 +29,9 @@ try:
     PLAN = Plan(config, read_versions(Path(SCRIPTS)), has_driver())
 except AerieError as error:
     raise WorkflowError(str(error))
-ENVIRONMENT = f"{workflow.basedir}/envs/{'cuda' if PLAN.has_gpu else 'cpu'}.yaml"
+# By what the targets ask for: a cluster's login node has no GPU.
+PLATFORM = "cuda" if any(map(PLAN.gpus, config["targets"])) else "cpu"
+ENVIRONMENT = f"{workflow.basedir}/envs/{PLATFORM}.yaml"
 os.environ["AERIE_ENVS"] = f"{workflow.basedir}/envs"  # for envs/*.post-deploy.sh
 
 
