@@ -1,2 +1,2 @@
-# Run by Snakemake in the new environment; AERIE_ENVS is the folder of the locks, which workflow/rules/common.smk names.
-uv pip install --quiet --python "$CONDA_PREFIX/bin/python" --no-deps -r "$AERIE_ENVS/cuda.txt"
+# Run by Snakemake in the new environment; the Snakefile puts this folder on the PATH.
+install_lock.sh cuda

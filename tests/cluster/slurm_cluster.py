@@ -140,7 +140,13 @@ class SlurmCluster:
         (self.folder / "gres.conf").write_text("\n".join(["AutoDetect=off", *gpus]) + "\n")
 
     def _munge_options(self) -> list[str]:
-        files = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munge.pid", "log-file": "munge.log", "seed-file": "munge.seed"}
+        files = {
+            "key-file": "munge.key",
+            "socket": "munge.socket",
+            "pid-file": "munge.pid",
+            "log-file": "munge.log",
+            "seed-file": "munge.seed",
+        }
         return [f"--{option}={self.folder / name}" for option, name in files.items()]
 
     def _start(self, *command: str) -> None:

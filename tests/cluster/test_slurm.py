@@ -101,7 +101,9 @@ def wide(tmp_path):
     """A target whose states are so large (80 kB a token) that a part writes a shard every 3,200 tokens; 64,000 tokens in all."""
     workflow = TinyWorkflow(tmp_path)
     make_tiny_llama(tmp_path / "target", hidden_size=5120)
-    rows = [{"prompt": f"What is {n}?", "response": f"{n} is {n - 1} and one, {' '.join(str(n * k) for k in range(2, 40))}"} for n in range(600)]
+    rows = [
+        {"prompt": f"What is {n}?", "response": f"{n} is {n - 1} and one, {' '.join(str(n * k) for k in range(2, 40))}"} for n in range(600)
+    ]
     (tmp_path / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     workflow.config["extraction"] = {"parts": 2}
     del workflow.config["datasets"]["talk"]["regenerate"]

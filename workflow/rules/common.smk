@@ -21,7 +21,7 @@ from aerie.store import register
 from aerie.targets import PATTERNS
 
 # Rules call the commands by name; they run with Snakemake's interpreter, whether or not its environment is activated.
-put_on_path(Path(sys.executable).parent, Path(SCRIPTS))
+put_on_path(Path(sys.executable).parent, Path(SCRIPTS), Path(workflow.basedir) / "envs")
 
 
 validate(config, schema="../schemas/config.schema.yaml")
@@ -32,7 +32,6 @@ except AerieError as error:
 # By what the targets ask for: a cluster's login node has no GPU.
 PLATFORM = "cuda" if any(map(PLAN.gpus, config["targets"])) else "cpu"
 ENVIRONMENT = f"{workflow.basedir}/envs/{PLATFORM}.yaml"
-os.environ["AERIE_ENVS"] = f"{workflow.basedir}/envs"  # for envs/*.post-deploy.sh
 
 
 wildcard_constraints:
