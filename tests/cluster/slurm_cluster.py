@@ -14,7 +14,7 @@ from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel")
 NODES = ("node1", "node2")
-# Times are short and the database is left out: accounting would need a MySQL server. The plugin then asks squeue.
+# A requeued job waits for as long as a credential lasts. Accounting would need a MySQL server; without it the plugin asks squeue.
 CONFIGURATION = """
 ClusterName=aerie
 SlurmctldHost={host}(127.0.0.1)
@@ -23,7 +23,7 @@ SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
 CryptoType=crypto/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=30
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid

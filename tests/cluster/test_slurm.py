@@ -100,7 +100,7 @@ def test_the_whole_pipeline_runs_as_slurm_jobs(cluster, tmp_path):
 def wide(tmp_path):
     """A target whose states are so large (80 kB a token) that a part writes a shard every 3,200 tokens; 64,000 tokens in all."""
     workflow = TinyWorkflow(tmp_path)
-    make_tiny_llama(tmp_path / "target", hidden_size=5120)
+    make_tiny_llama(tmp_path / "target", hidden_size=5120, intermediate_size=16)
     rows = [
         {"prompt": f"What is {n}?", "response": f"{n} is {n - 1} and one, {' '.join(str(n * k) for k in range(2, 40))}"} for n in range(600)
     ]
@@ -128,7 +128,7 @@ class Extraction:
 
     def stop_after_a_shard(self, submitted: Submitted, part: int) -> dict[str, list[str]]:
         """Waits until a part has written one more shard and stops it at once (SIGSTOP), to be ended by what comes; it had more to write."""
-        before, end = self._files(), time.monotonic() + 600
+        before, end = self._files(), time.monotonic() + 1200
         while not (command := self._command(part)):
             assert submitted.process.poll() is None and time.monotonic() < end, submitted.terminal.read_text()
             time.sleep(0.2)
@@ -166,8 +166,9 @@ def test_nothing_is_lost_when_a_job_is_cancelled_runs_out_of_time_or_loses_its_n
     assert result.code != 0 and "CANCELLED" in result.text, result.text
     assert submitted.job_of_part(0)["JobState"] == "CANCELLED" and submitted.job_of_part(1)["JobState"] == "COMPLETED"
 
-    submitted = Submitted(wide, cluster, goal, "--set-resources", "extract_hidden_states:runtime=2")
+    submitted = Submitted(wide, cluster, goal)
     second = extraction.stop_after_a_shard(submitted, 0)
+    cluster.run("scontrol", "update", f"jobid={submitted.job_of_part(0)['JobId']}", "timelimit=1")  # minutes, which it soon has had
     result = submitted.wait()
     assert result.code != 0 and "TIMEOUT" in result.text, result.text
     assert submitted.job_of_part(0)["JobState"] == "TIMEOUT"
