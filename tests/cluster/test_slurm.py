@@ -100,7 +100,7 @@ def test_the_whole_pipeline_runs_as_slurm_jobs(cluster, tmp_path):
 def wide(tmp_path):
     """A target whose states are so large (80 kB a token) that a part writes a shard every 3,200 tokens; 64,000 tokens in all."""
     workflow = TinyWorkflow(tmp_path)
-    make_tiny_llama(tmp_path / "target", hidden_size=5120, intermediate_size=16)
+    make_tiny_llama(tmp_path / "target", hidden_size=5120, intermediate_size=64)
     rows = [
         {"prompt": f"What is {n}?", "response": f"{n} is {n - 1} and one, {' '.join(str(n * k) for k in range(2, 40))}"} for n in range(600)
     ]

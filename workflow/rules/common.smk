@@ -93,6 +93,13 @@ def get_engine_threads(wildcards):
     )
 
 
+def get_engine_memory(wildcards):
+    """MB of the host's memory for an engine: 16 GB, for each GPU's worker process where there are several."""
+    run = wildcards.get("run")
+    target = PLAN.runs[run].target if run else wildcards.target
+    return 16000 * max(1, PLAN.gpus(target))
+
+
 def is_utility():
     """Whether only plan, status, gc or verify is asked for."""
     targets = workflow.dag_settings.targets
