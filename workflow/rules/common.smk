@@ -27,7 +27,7 @@ from aerie.store import register
 from aerie.targets import PATTERNS
 
 # Rules call the commands by name; they run with Snakemake's interpreter, whether or not its environment is activated.
-put_on_path(Path(sys.executable).parent, Path(SCRIPTS))
+put_on_path(Path(sys.executable).parent, Path(SCRIPTS), Path(workflow.basedir) / "envs")
 
 
 update_config(config, typed_values(workflow.config_settings.config))
@@ -36,7 +36,9 @@ try:
     PLAN = Plan(config, read_versions(Path(SCRIPTS)), has_driver())
 except AerieError as error:
     raise WorkflowError(str(error))
-ENVIRONMENT = f"{workflow.basedir}/envs/{'cuda' if PLAN.has_gpu else 'cpu'}.yaml"
+# By what the targets ask for: a cluster's login node has no GPU.
+PLATFORM = "cuda" if any(map(PLAN.gpus, config["targets"])) else "cpu"
+ENVIRONMENT = f"{workflow.basedir}/envs/{PLATFORM}.yaml"
 
 
 wildcard_constraints:
@@ -96,6 +98,13 @@ def get_engine_threads(wildcards):
         if PLAN.gpus(wildcards.target)
         else workflow.cores
     )
+
+
+def get_engine_memory(wildcards):
+    """MB of the host's memory for an engine: 16 GB, for each GPU's worker process where there are several."""
+    run = wildcards.get("run")
+    target = PLAN.runs[run].target if run else wildcards.target
+    return 16000 * max(1, PLAN.gpus(target))
 
 
 def is_utility():
