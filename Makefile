@@ -22,7 +22,7 @@ test: env
 test-all: env
 	$(BIN)/python -m pytest tests
 
-# Only where Slurm is missing is it installed (Debian, as root); the test configures, starts and stops it. About 10 minutes.
+# Only where Slurm is missing is it installed (Debian, as root); the test configures, starts and stops it. About a quarter of an hour.
 test-slurm: env
 	command -v slurmctld munged >/dev/null || (apt-get update && apt-get install -y --no-install-recommends slurm-wlm munge)
 	$(BIN)/python -m pytest tests/cluster/test_slurm.py
