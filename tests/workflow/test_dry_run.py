@@ -85,6 +85,7 @@ def test_a_restored_draft_asks_for_no_gpu(tmp_path):
 
 def test_a_draft_that_starts_from_another_waits_for_it(tmp_path):
     workflow = TinyWorkflow(tmp_path)
+    (tmp_path / "target").mkdir()
     workflow.config["drafts"]["next"] = workflow.config["drafts"]["eagle3"] | {"init_from": "results/drafts/a"}
     workflow.write()
     with open(tmp_path / "config/runs.tsv", "a") as runs:

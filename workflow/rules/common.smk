@@ -34,6 +34,8 @@ update_config(config, typed_values(workflow.config_settings.config))
 validate(config, schema="../schemas/config.schema.yaml")
 try:
     PLAN = Plan(config, read_versions(Path(SCRIPTS)), has_driver())
+    if not {"status", "gc", "verify"} & set(sys.argv):
+        PLAN.check_paths()
 except AerieError as error:
     raise WorkflowError(str(error))
 # By what the targets ask for: a cluster's login node has no GPU.

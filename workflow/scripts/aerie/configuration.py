@@ -157,6 +157,26 @@ class Plan:
         found += [(stage, run.run) for stage in ("map_vocabulary", "train_draft", "evaluate_draft", "check_acceptance")]
         return [step for step in found if step in self.recipes]
 
+    def check_paths(self) -> None:
+        """AerieError for a file or folder that the configuration names, no stage makes, and that is not there.
+
+        Snakemake itself misses an input only where a job has to run: it would show another configuration's old results.
+        """
+        named: dict[str, str] = {f"evaluation.prompts.{name}": path for name, path in self.config["evaluation"]["prompts"].items()}
+        for run in self.runs.values():
+            target, draft = self.config["targets"][run.target], self.draft(run)
+            named |= {f"targets.{run.target}.{key}": target[key] for key in ("path", "gguf") if target.get(key)}
+            named |= {f"drafts.{run.draft}.{key}": draft[key] for key in ("path", "init_from") if draft[key]}
+            for item in self.config["datasets"][run.dataset]["sources"] if self.needs_dataset(run) else []:
+                for file in Source.of(item).files():
+                    named.setdefault(f"datasets.{run.dataset}.sources: {file}", str(file))
+        for where, path in named.items():
+            if not Path(path).is_relative_to("results") and not Path(path).exists():
+                raise AerieError(
+                    f"{where.partition(':')[0]} in the configuration: there is no {path} (looked for in {Path.cwd()}). Correct the path; a "
+                    "relative one begins in the folder where snakemake is given, or at its -d."
+                )
+
     def pack(self) -> str:
         """All of this plan as one word for a command line, which has room for 128 kB only."""
         text = json.dumps({"config": self.config, "versions": self.versions, "has_gpu": self.has_gpu})
