@@ -34,6 +34,7 @@ update_config(config, typed_values(workflow.config_settings.config))
 validate(config, schema="../schemas/config.schema.yaml")
 try:
     PLAN = Plan(config, read_versions(Path(SCRIPTS)), has_driver())
+    # By the words of the command line: Snakemake does not say yet what is asked for.
     if not {"status", "gc", "verify"} & set(sys.argv):
         PLAN.check_paths()
 except AerieError as error:

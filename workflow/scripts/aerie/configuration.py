@@ -101,6 +101,11 @@ def typed_values(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: typed(value) for name, value in given.items() if isinstance(value, Mapping | list)}
 
 
+def _smallest(*limits: int | None) -> int | None:
+    """The smallest of the limits that are set; None where none is."""
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 class Plan:
     """Every stage's recipe, and the wiring that depends on the configuration.
 
@@ -162,18 +167,17 @@ class Plan:
 
         Snakemake itself misses an input only where a job has to run: it would show another configuration's old results.
         """
-        named: dict[str, str] = {f"evaluation.prompts.{name}": path for name, path in self.config["evaluation"]["prompts"].items()}
+        named = [(f"evaluation.prompts.{name}", path) for name, path in self.config["evaluation"]["prompts"].items()]
         for run in self.runs.values():
             target, draft = self.config["targets"][run.target], self.draft(run)
-            named |= {f"targets.{run.target}.{key}": target[key] for key in ("path", "gguf") if target.get(key)}
-            named |= {f"drafts.{run.draft}.{key}": draft[key] for key in ("path", "init_from") if draft[key]}
-            for item in self.config["datasets"][run.dataset]["sources"] if self.needs_dataset(run) else []:
-                for file in Source.of(item).files():
-                    named.setdefault(f"datasets.{run.dataset}.sources: {file}", str(file))
-        for where, path in named.items():
+            named += [(f"targets.{run.target}.{key}", target[key]) for key in ("path", "gguf") if target.get(key)]
+            named += [(f"drafts.{run.draft}.{key}", draft[key]) for key in ("path", "init_from") if draft[key]]
+            sources = self.config["datasets"][run.dataset]["sources"] if self.needs_dataset(run) else []
+            named += [(f"datasets.{run.dataset}.sources", str(file)) for item in sources for file in Source.of(item).files()]
+        for where, path in dict.fromkeys(named):
             if not Path(path).is_relative_to("results") and not Path(path).exists():
                 raise AerieError(
-                    f"{where.partition(':')[0]} in the configuration: there is no {path} (looked for in {Path.cwd()}). Correct the path; a "
+                    f"{where} in the configuration: there is no {path} (looked for in {Path.cwd()}). Correct the path; a "
                     "relative one begins in the folder where snakemake is given, or at its -d."
                 )
 
@@ -315,15 +319,14 @@ class Plan:
 
     def _limit(self, dataset: str) -> int | None:
         """The smaller of the dataset's max_samples and the overall one."""
-        limits = [limit for limit in (self.config["datasets"][dataset]["max_samples"], self.config["max_samples"]) if limit is not None]
-        return min(limits, default=None)
+        return _smallest(self.config["datasets"][dataset]["max_samples"], self.config["max_samples"])
 
     def _regenerate(self, run: Run) -> dict[str, Any]:
         settings = dict(self.config["datasets"][run.dataset]["regenerate"])
-        limits = [limit for limit in (settings["max_prompts"], self._limit(run.dataset)) if limit is not None]
+        settings["max_prompts"] = _smallest(settings["max_prompts"], self._limit(run.dataset))
         dataset = self.config["datasets"][run.dataset]
         rendering = {name: dataset[name] for name in ("system_prompt", "template_options", "max_rejected")}
-        return settings | rendering | {"max_prompts": min(limits, default=None)} | self._computation(run.target)
+        return settings | rendering | self._computation(run.target)
 
     def _dataset(self, name: str) -> dict[str, Any]:
         dataset = self.config["datasets"][name]
@@ -372,8 +375,7 @@ class Plan:
     def _evaluate(self, run: Run) -> dict[str, Any]:
         apart = ("prompts", "validation_prompts", "min_acceptance_length")
         settings = {name: value for name, value in self.config["evaluation"].items() if name not in apart}
-        limits = [limit for limit in (settings["max_prompts"], self.config["max_samples"]) if limit is not None]
-        settings["max_prompts"] = min(limits, default=None)
+        settings["max_prompts"] = _smallest(settings["max_prompts"], self.config["max_samples"])
         settings["template_options"] = self.config["datasets"][run.dataset]["template_options"]
         # Speeds are part of the result, and so is everything that they depend on.
         return settings | self._computation(run.target) | {"engine": self.engine(run.target)}
