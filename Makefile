@@ -11,7 +11,7 @@ LINKS = $(shell $(BIN)/pip config get :env:.find-links 2>/dev/null || $(BIN)/pip
 COMPILE := uv pip compile --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_28 --generate-hashes \
 	--no-annotate --no-header --overrides envs/overrides.txt
 
-.PHONY: run test test-all env lock check clean
+.PHONY: run test test-all test-slurm env lock check clean
 
 run: env
 	$(BIN)/snakemake --cores all --resources gpu=8
@@ -21,6 +21,11 @@ test: env
 
 test-all: env
 	$(BIN)/python -m pytest tests
+
+# Only where Slurm is missing is it installed (Debian, as root); the test configures, starts and stops it. About a quarter of an hour.
+test-slurm: env
+	command -v slurmctld munged >/dev/null || (apt-get update && apt-get install -y --no-install-recommends slurm-wlm munge)
+	$(BIN)/python -m pytest tests/cluster/test_slurm.py
 
 check: env
 	$(BIN)/ruff check .
@@ -47,6 +52,7 @@ lock: $(UV_READY)
 	UV_FIND_LINKS="$(LINKS)" $(BIN)/$(COMPILE) envs/cpu.in -o envs/cpu.txt
 	sed -i -e '/^torch==/,/^[a-z]/{/--hash/d}' -e '/^torch==/s/ .*//' envs/cpu.txt
 	$(BIN)/$(COMPILE) envs/cuda.in -o envs/cuda.txt
+	for lock in cpu cuda; do sed -i "3s/.*/# $$(sha256sum envs/$$lock.txt | cut -c 1-64)/" envs/$$lock.yaml; done
 
 clean:
 	rm -rf .venv .snakemake results

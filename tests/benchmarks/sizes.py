@@ -33,6 +33,7 @@ def timed(what: str, workflow: TinyWorkflow, *arguments: str) -> Result:
 def many_runs(folder: Path) -> TinyWorkflow:
     """200 runs: 20 datasets, each with 10 drafts; 8 parts."""
     workflow = TinyWorkflow(folder)
+    (folder / "target").mkdir()
     workflow.config["datasets"] = {f"d{n}": {"sources": ["talk.jsonl"], "max_length": 100 + n} for n in range(20)}
     rates = [0.001 * (n + 1) for n in range(10)]
     workflow.config["drafts"] = {f"e{n}": {"training": {"learning_rate": rate}} for n, rate in enumerate(rates)}
@@ -45,6 +46,7 @@ def many_runs(folder: Path) -> TinyWorkflow:
 
 def pretend_finished(workflow: TinyWorkflow, samples: int) -> None:
     """Makes every file that a dry run names, in its order; tables of samples have so many rows."""
+    (workflow.folder / "target").mkdir()
     keys = [f"{n:032x}" for n in range(samples)]
     table = pd.DataFrame({"sample_key": keys, "shard": "0" * 32 + ".safetensors", "sample": np.arange(samples), "tokens": 500})
     for line in re.findall(r"^    output: (.*)$", workflow.run("-n").text, re.MULTILINE):

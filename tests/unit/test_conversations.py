@@ -171,11 +171,11 @@ LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).enco
     [
         ("a.jsonl", LINES),
         ("a.jsonl", b"\xef\xbb\xbf" + LINES.replace(b"\n", b"\r\n\r\n")),
-        ("a.jsonl.gz", gzip.compress(LINES)),
+        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)),
         ("a.jsonl.zst", pa.compress(LINES, codec="zstd", asbytes=True)),
         ("a.json", json.dumps(ROWS).encode()),
         ("a.json", json.dumps(ROWS, indent=1, ensure_ascii=False).encode()),
-        ("a.json.gz", gzip.compress(json.dumps(ROWS).encode())),
+        ("a.json.gz", gzip.compress(json.dumps(ROWS).encode(), mtime=0)),
         ("a.json", LINES),  # lines in a .json file
         ("a.json", json.dumps({"version": 1, "data": ROWS}).encode()),
         ("a.json", json.dumps({f"row {number}": row for number, row in enumerate(ROWS)}).encode()),

@@ -229,6 +229,25 @@ def test_a_new_version_keeps_the_answers_in_the_store():
     assert key == digest_of({"version": 3, "target": "0" * 64, "settings": dict.fromkeys(regenerate_responses.ANSWER_SETTINGS)})
 
 
+def test_golden(tmp_path):
+    """The same rows and answers give the same files for ever, or VERSION is raised (then record the new digest with it)."""
+    recorded = {4: "cc3ef539f584d37ad768e77dd3623adb07c701631e8bb52f33b81d91c99d48d0"}
+    rows = [conversation("system", "user", "assistant", "user"), conversation("user", line=2, tag=" b"), conversation("tool", line=3)]
+    prompts, rejected = choose([rows], None)
+    responses = []
+    for prompt, texts in zip(prompts, (("Good.", "Better."), ("no " * 40,)), strict=True):
+        given = Answers(prompt.key, texts[: len(prompt.turns)], ("stop",) * len(prompt.turns), (5,) * len(prompt.turns))
+        response, rejection = assemble(prompt, given, keep_cut_off=True)
+        responses += [response] if response else []
+        rejected += [rejection] if rejection else []
+    regeneration.write_responses(responses, tmp_path / "responses.parquet")
+    table = pq.read_table(tmp_path / "responses.parquet")
+    figures = regeneration.figures_of(len(prompts), responses, rejected)
+    digest = regeneration.responses_digest(responses, rejected)
+    content = [table.to_pylist(), str(table.schema), [dataclasses.asdict(one) for one in rejected], figures, digest]
+    assert digest_of(content) == recorded[regenerate_responses.VERSION]
+
+
 def test_answers_come_back_from_the_store(tmp_path):
     store = AnswerStore(tmp_path / "answers")
     one, two = answers(("one", "stop")), Answers("k" * 32, (), (), (), "prompt too long")

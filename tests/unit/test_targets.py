@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import fingerprint_target
 from aerie.errors import AerieError
 from aerie.targets import Target, fingerprint, locate
 from tiny_targets import make_tiny_deepseek_v3, make_tiny_llama
@@ -41,6 +42,18 @@ def test_a_fingerprint_is_of_content(llama, tmp_path):
     (tmp_path / "moved/model.safetensors").write_bytes(data)
     os.utime(tmp_path / "moved/model.safetensors", ns=(times.st_atime_ns, times.st_mtime_ns))
     assert digest(moved, tmp_path / "cache") != first
+
+
+def test_golden_fingerprint(tmp_path):
+    """The same files give the same fingerprint for ever, or VERSION is raised (then record the new digest with it)."""
+    recorded = {1: "c7db078113c340cd6c0ccd383d44447422241fc634c2a2319542e5c2bcf0c88b"}
+    folder = tmp_path / "target"
+    folder.mkdir()
+    save_file({"weight": torch.arange(6, dtype=torch.float32).reshape(2, 3)}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "README.md").write_text("not part of it")
+    assert digest(folder, tmp_path / "cache") == recorded[fingerprint_target.VERSION]
 
 
 def test_head_weights_are_those_of_the_model(llama):

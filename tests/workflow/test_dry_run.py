@@ -85,6 +85,7 @@ def test_a_restored_draft_asks_for_no_gpu(tmp_path):
 
 def test_a_draft_that_starts_from_another_waits_for_it(tmp_path):
     workflow = TinyWorkflow(tmp_path)
+    (tmp_path / "target").mkdir()
     workflow.config["drafts"]["next"] = workflow.config["drafts"]["eagle3"] | {"init_from": "results/drafts/a"}
     workflow.write()
     with open(tmp_path / "config/runs.tsv", "a") as runs:
@@ -98,6 +99,14 @@ def test_a_draft_that_starts_from_another_waits_for_it(tmp_path):
     workflow.config["drafts"]["next"]["init_from"] = "results/drafts/b"
     workflow.write()
     assert "draft next is to start from this very run's draft" in workflow.run("-n").text
+
+
+def test_numbers_inside_a_value_of_the_command_line_are_numbers(tmp_path):
+    """Snakemake leaves them text: the schema would refuse them."""
+    change = "drafts={eagle3: {aux_layer_ids: [3, 9, 27], sliding_window: null, training: {learning_rate: 0.002}}}"
+    result = snakemake(tmp_path, "-n", "--config", change)
+    assert result.code == 0, result.text
+    assert result.rules["train_draft"] == 1 and "hidden_states/smollm2-135m/chat/3-9-27_bfloat16" in result.text
 
 
 def test_an_unknown_key_is_named(tmp_path):

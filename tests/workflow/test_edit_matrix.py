@@ -134,7 +134,9 @@ def move_target(edit):
 def change_template(edit):
     path = edit.folder / "target/chat_template.jinja"
     assert path.read_text() == CHAT_TEMPLATE
-    path.write_text(CHAT_TEMPLATE.replace("'<|im_end|>\\n'", "'<|im_end|>'"))
+    changed = CHAT_TEMPLATE.replace("'<|im_end|>\n'", "'<|im_end|>'")
+    assert changed != CHAT_TEMPLATE
+    path.write_text(changed)
 
 
 def change_prompts(edit):

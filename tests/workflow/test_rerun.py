@@ -113,3 +113,20 @@ def test_a_failing_job_says_why(llama):
     result = llama.run()
     assert result.code != 0
     assert "talk.jsonl:2: not valid JSON" in result.text
+
+
+def test_a_path_that_is_not_there_is_named_though_there_are_results(llama):
+    """Snakemake misses no input of a job that need not run: it would show the old results."""
+    for section, value, named in (
+        ("datasets", {**llama.config["datasets"]["talk"], "sources": ["talk.jsonl", "talks.jsonl"]}, "datasets.talk.sources"),
+        ("targets", {**llama.config["targets"]["tiny"], "path": "targets"}, "targets.tiny.path"),
+    ):
+        name = named.split(".")[1]
+        right, llama.config[section][name] = llama.config[section][name], value
+        llama.write()
+        for arguments in ((), ("plan",)):
+            result = llama.run(*arguments)
+            assert result.code != 0 and f"{named} in the configuration: there is no t" in result.text, result.text
+        llama.config[section][name] = right
+    llama.write()
+    assert llama.run("status").code == 0

@@ -4,13 +4,19 @@ import shlex
 import sys
 from pathlib import Path
 
-from snakemake.utils import validate
+from snakemake.utils import update_config, validate
 
 SCRIPTS = f"{workflow.basedir}/workflow/scripts"
 sys.path.insert(0, SCRIPTS)
 
 from aerie.cli import put_on_path
-from aerie.configuration import FOLDERS, Plan, engine_versions, read_versions
+from aerie.configuration import (
+    FOLDERS,
+    Plan,
+    engine_versions,
+    read_versions,
+    typed_values,
+)
 from aerie.devices import has_driver
 from aerie.drafts import draft_files
 from aerie.errors import AerieError
@@ -21,15 +27,21 @@ from aerie.store import register
 from aerie.targets import PATTERNS
 
 # Rules call the commands by name; they run with Snakemake's interpreter, whether or not its environment is activated.
-put_on_path(Path(sys.executable).parent, Path(SCRIPTS))
+put_on_path(Path(sys.executable).parent, Path(SCRIPTS), Path(workflow.basedir) / "envs")
 
 
+update_config(config, typed_values(workflow.config_settings.config))
 validate(config, schema="../schemas/config.schema.yaml")
 try:
     PLAN = Plan(config, read_versions(Path(SCRIPTS)), has_driver())
+    # By the words of the command line: Snakemake does not say yet what is asked for.
+    if not {"status", "gc", "verify"} & set(sys.argv):
+        PLAN.check_paths()
 except AerieError as error:
     raise WorkflowError(str(error))
-ENVIRONMENT = f"{workflow.basedir}/envs/{'cuda' if PLAN.has_gpu else 'cpu'}.yaml"
+# By what the targets ask for: a cluster's login node has no GPU.
+PLATFORM = "cuda" if any(map(PLAN.gpus, config["targets"])) else "cpu"
+ENVIRONMENT = f"{workflow.basedir}/envs/{PLATFORM}.yaml"
 
 
 wildcard_constraints:
@@ -89,6 +101,13 @@ def get_engine_threads(wildcards):
         if PLAN.gpus(wildcards.target)
         else workflow.cores
     )
+
+
+def get_engine_memory(wildcards):
+    """MB of the host's memory for an engine: 16 GB, for each GPU's worker process where there are several."""
+    run = wildcards.get("run")
+    target = PLAN.runs[run].target if run else wildcards.target
+    return 16000 * max(1, PLAN.gpus(target))
 
 
 def is_utility():

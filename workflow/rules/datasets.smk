@@ -18,7 +18,7 @@ rule regenerate_responses:
         ENVIRONMENT
     threads: get_engine_threads
     resources:
-        mem_mb=8000,
+        mem_mb=get_engine_memory,
         gpu=lambda wildcards: PLAN.gpus(wildcards.target),
     params:
         store=config["store"],

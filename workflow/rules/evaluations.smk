@@ -26,7 +26,7 @@ rule evaluate_draft:
         ENVIRONMENT
     threads: get_evaluation_threads
     resources:
-        mem_mb=8000,
+        mem_mb=get_engine_memory,
         gpu=lambda wildcards: PLAN.gpus(PLAN.runs[wildcards.run].target),
     params:
         store=config["store"],

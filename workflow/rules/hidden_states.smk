@@ -45,7 +45,7 @@ rule extract_hidden_states:
         ENVIRONMENT
     threads: get_engine_threads
     resources:
-        mem_mb=16000,
+        mem_mb=get_engine_memory,
         gpu=get_extraction_gpus,
     params:
         store=config["store"],

@@ -81,7 +81,7 @@ rule preflight_target:
     conda:
         ENVIRONMENT
     resources:
-        mem_mb=4000,
+        mem_mb=get_engine_memory,
         gpu=lambda wildcards: PLAN.gpus(wildcards.target),
     params:
         store=config["store"],

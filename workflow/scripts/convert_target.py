@@ -2,6 +2,7 @@
 """Converts a GGUF file into a model folder: weights dequantised to bfloat16, tokenizer mended, chat template kept."""
 
 import argparse
+import functools
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,9 +33,13 @@ def main(args: argparse.Namespace) -> None:
 
 def convert(gguf: Path, folder: Path) -> None:
     """Writes config, safetensors (bfloat16), tokenizer and chat template of `gguf` into `folder`."""
+    import gguf as package
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    # A reader goes through the file's half a million fields, for seconds, and transformers makes three.
+    read = functools.cache(package.GGUFReader)
+    package.GGUFReader = lambda path, *_: read(str(path))  # type: ignore[assignment,misc]
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     mend_pre_tokenizer(tokenizer, gguf)

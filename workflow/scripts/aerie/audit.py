@@ -2,25 +2,19 @@
 
 from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
-import jinja2
-
+from .pages import render
 from .preparation import Prepared
 
-TEMPLATES = Path(__file__).resolve().parents[2] / "report"
 SAMPLES = 12
 LONGEST = 4000  # tokens shown of one sample
 
 
 def page(title: str, stats: dict[str, Any], prepared: Prepared, tokenizer: Any) -> str:
     """The page: the ledger by source, and some samples of each."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
     shown = [_shown(prepared, number, tokenizer) for number in pick(prepared)]
-    return environment.get_template("audit.html.j2").render(title=title, stats=stats, samples=shown)
+    return render("audit.html.j2", title=title, stats=stats, samples=shown)
 
 
 def pick(prepared: Prepared) -> list[int]:

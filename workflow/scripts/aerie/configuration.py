@@ -7,11 +7,13 @@ import base64
 import json
 import re
 import zlib
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
+import yaml
 
 from .errors import AerieError
 from .keys import canonical_json, digest_of
@@ -86,6 +88,24 @@ def read_runs(path: Path, config: dict[str, Any]) -> dict[str, Run]:
     return runs
 
 
+def typed_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What `--config` gave, with numbers, true, false and null inside objects and lists; Snakemake leaves them text there."""
+
+    def typed(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: typed(one) for name, one in value.items()}
+        if isinstance(value, list):
+            return [typed(one) for one in value]
+        return yaml.safe_load(value) if isinstance(value, str) else value
+
+    return {name: typed(value) for name, value in given.items() if isinstance(value, Mapping | list)}
+
+
+def _smallest(*limits: int | None) -> int | None:
+    """The smallest of the limits that are set; None where none is."""
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 class Plan:
     """Every stage's recipe, and the wiring that depends on the configuration.
 
@@ -141,6 +161,25 @@ class Plan:
         found += [("extract_hidden_states", f"{pair}/{self.capture(run)}")] if self.trains(run) else []
         found += [(stage, run.run) for stage in ("map_vocabulary", "train_draft", "evaluate_draft", "check_acceptance")]
         return [step for step in found if step in self.recipes]
+
+    def check_paths(self) -> None:
+        """AerieError for a file or folder that the configuration names, no stage makes, and that is not there.
+
+        Snakemake itself misses an input only where a job has to run: it would show another configuration's old results.
+        """
+        named = [(f"evaluation.prompts.{name}", path) for name, path in self.config["evaluation"]["prompts"].items()]
+        for run in self.runs.values():
+            target, draft = self.config["targets"][run.target], self.draft(run)
+            named += [(f"targets.{run.target}.{key}", target[key]) for key in ("path", "gguf") if target.get(key)]
+            named += [(f"drafts.{run.draft}.{key}", draft[key]) for key in ("path", "init_from") if draft[key]]
+            sources = self.config["datasets"][run.dataset]["sources"] if self.needs_dataset(run) else []
+            named += [(f"datasets.{run.dataset}.sources", str(file)) for item in sources for file in Source.of(item).files()]
+        for where, path in dict.fromkeys(named):
+            if not Path(path).is_relative_to("results") and not Path(path).exists():
+                raise AerieError(
+                    f"{where} in the configuration: there is no {path} (looked for in {Path.cwd()}). Correct the path; a "
+                    "relative one begins in the folder where snakemake is given, or at its -d."
+                )
 
     def pack(self) -> str:
         """All of this plan as one word for a command line, which has room for 128 kB only."""
@@ -280,15 +319,14 @@ class Plan:
 
     def _limit(self, dataset: str) -> int | None:
         """The smaller of the dataset's max_samples and the overall one."""
-        limits = [limit for limit in (self.config["datasets"][dataset]["max_samples"], self.config["max_samples"]) if limit is not None]
-        return min(limits, default=None)
+        return _smallest(self.config["datasets"][dataset]["max_samples"], self.config["max_samples"])
 
     def _regenerate(self, run: Run) -> dict[str, Any]:
         settings = dict(self.config["datasets"][run.dataset]["regenerate"])
-        limits = [limit for limit in (settings["max_prompts"], self._limit(run.dataset)) if limit is not None]
+        settings["max_prompts"] = _smallest(settings["max_prompts"], self._limit(run.dataset))
         dataset = self.config["datasets"][run.dataset]
         rendering = {name: dataset[name] for name in ("system_prompt", "template_options", "max_rejected")}
-        return settings | rendering | {"max_prompts": min(limits, default=None)} | self._computation(run.target)
+        return settings | rendering | self._computation(run.target)
 
     def _dataset(self, name: str) -> dict[str, Any]:
         dataset = self.config["datasets"][name]
@@ -337,8 +375,7 @@ class Plan:
     def _evaluate(self, run: Run) -> dict[str, Any]:
         apart = ("prompts", "validation_prompts", "min_acceptance_length")
         settings = {name: value for name, value in self.config["evaluation"].items() if name not in apart}
-        limits = [limit for limit in (settings["max_prompts"], self.config["max_samples"]) if limit is not None]
-        settings["max_prompts"] = min(limits, default=None)
+        settings["max_prompts"] = _smallest(settings["max_prompts"], self.config["max_samples"])
         settings["template_options"] = self.config["datasets"][run.dataset]["template_options"]
         # Speeds are part of the result, and so is everything that they depend on.
         return settings | self._computation(run.target) | {"engine": self.engine(run.target)}

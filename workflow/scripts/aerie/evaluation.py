@@ -193,14 +193,7 @@ def step_counts(answers: Sequence[ServedAnswer], positions: int) -> np.ndarray:
 
 def acceptance(counts: np.ndarray) -> dict[str, Any]:
     """acceptance_length and accepted_per_position (both as in NOTES) with their confidence, from `step_counts`."""
-    totals = counts.sum(axis=0)
-    length, shares = _shares(totals)
-    found: dict[str, Any] = {
-        "steps": int(totals[0]),
-        "acceptance_length": round(float(length), 6),
-        "accepted_per_position": [round(float(share), 6) for share in shares],
-        "confidence": None,
-    }
+    found: dict[str, Any] = _figures(counts.sum(axis=0)) | {"confidence": None}
     prompts = int((counts[:, 0] > 0).sum())
     if prompts >= 2:
         drawn = np.random.default_rng(0).multinomial(len(counts), np.full(len(counts), 1 / len(counts)), size=_RESAMPLES) @ counts
@@ -216,6 +209,13 @@ def _shares(totals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Acceptance length and shares by position, of totals [..., 1 + positions]."""
     shares = totals[..., 1:] / np.maximum(totals[..., :1], 1)
     return 1 + shares.sum(axis=-1), shares
+
+
+def _figures(totals: np.ndarray) -> dict[str, Any]:
+    """The same of totals [1 + positions], with the steps they are of, rounded."""
+    length, shares = _shares(totals)
+    rounded = [round(float(share), 6) for share in shares]
+    return {"steps": int(totals[0]), "acceptance_length": round(float(length), 6), "accepted_per_position": rounded}
 
 
 def _bounds(values: np.ndarray) -> list[float]:
@@ -256,16 +256,7 @@ def by_context(pairs: Sequence[tuple[int, ServedAnswer]], positions: int) -> lis
         inside = counts[(places >= low) & (places < high)]
         totals = np.array([len(inside), *((inside >= position).sum() for position in range(1, positions + 1))])
         if len(inside):
-            length, shares = _shares(totals)
-            found.append(
-                {
-                    "from": low,
-                    "below": high,
-                    "steps": len(inside),
-                    "acceptance_length": round(float(length), 6),
-                    "accepted_per_position": [round(float(share), 6) for share in shares],
-                }
-            )
+            found.append({"from": low, "below": high} | _figures(totals))
     return found
 
 

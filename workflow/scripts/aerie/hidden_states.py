@@ -358,12 +358,12 @@ class HiddenStateStore:
         """Removes what killed writers left: temporary files that nobody holds a lock on."""
         for path in self.folder.glob(".*.tmp"):
             try:
-                with open(path, "rb") as file:
+                with open(path, "r+b") as file:  # NFS gives an exclusive lock only on a file that is open for writing
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     # A writer that has just made the file may not hold its lock yet.
                     if time.time() - os.fstat(file.fileno()).st_mtime > _STALE_SECONDS:
                         path.unlink()
-            except (BlockingIOError, FileNotFoundError):
+            except (BlockingIOError, FileNotFoundError, PermissionError):  # the last: another user's
                 continue
 
     @contextmanager

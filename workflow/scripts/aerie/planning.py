@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,6 +99,11 @@ def parse_dry_run(text: str, plan: Plan) -> dict[Step, list[str]]:
             name = _NAMES.get(stage, "{run}").format(**wildcards)
             found.setdefault((stage, name), []).append(fields.get("reason", ""))
     return found
+
+
+def _unknown(digests: Iterable[str | Until]) -> Until | None:
+    """The first that is not known yet."""
+    return next((one for one in digests if isinstance(one, Until)), None)
 
 
 class Planner:
@@ -220,8 +225,7 @@ class Planner:
             return self.digest(("train_draft", run.run))
         folder = Path(self.plan.draft(run)["path"])
         hashes = {path: self._file(path, "evaluate_draft") for path in draft_files(folder)}
-        unknown = next((one for one in hashes.values() if isinstance(one, Until)), None)
-        return unknown or files_digest(folder, lambda path: str(hashes[path]))
+        return _unknown(hashes.values()) or files_digest(folder, lambda path: str(hashes[path]))
 
     def _prompts(self, run: Run) -> str | Until:
         """Digest of a run's prompt sets, in their order; one of them may be its dataset."""
@@ -243,8 +247,7 @@ class Planner:
         except AerieError:  # a folder that a download fills
             return Until("fetch_package_file")
         found = {file: self.digest(("regenerate_responses", pair)) if file == answers else self._file(file) for file in files}
-        unknown = next((one for one in found.values() if isinstance(one, Until)), None)
-        return unknown or sources_digest(sources, lambda file: str(found[file]))
+        return _unknown(found.values()) or sources_digest(sources, lambda file: str(found[file]))
 
     def _first_draft(self, folder: Path) -> str | Until:
         """Digest of a draft that another starts from: a run's of this plan, or one that is there."""
@@ -267,7 +270,7 @@ class Planner:
         return known or file_sha256(path)
 
     def _unknown_input(self, step: Step) -> Until | None:
-        return next((value for value in self.inputs(step).values() if isinstance(value, Until)), None)
+        return _unknown(self.inputs(step).values())
 
     def _until(self, unknown: Until | None, step: Step) -> str:
         first = f"until {unknown.stage if unknown else 'fingerprint_target'} has run"

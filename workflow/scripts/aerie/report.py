@@ -7,16 +7,14 @@ import html
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
+from .pages import render
 from .plots import ENGINE_NAMES, Plot, plots
 from .run_results import MISSING, Manifest, RunResults, decimal, figures_of, percent, shares, whole
 
-TEMPLATES = Path(__file__).parents[2] / "report"
 _SHARED = ("regenerate_responses", "prepare_dataset", "extract_hidden_states")
 _ORDER = (*_SHARED, "map_vocabulary", "train_draft", "evaluate_draft")
 
@@ -276,11 +274,8 @@ def provenance(runs: Iterable[RunResults]) -> list[tuple[str, str]]:
 
 def page(runs: Sequence[RunResults]) -> str:
     """The whole page."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.get_template("report.html.j2")
-    return template.render(
+    return render(
+        "report.html.j2",
         summary=Table("runs", "Runs", SUMMARY_HEADER, summary_rows(runs), ""),
         verdicts=verdicts(runs),
         slower=any((one.acceptance.get("speed_up") or 1) < 1 for one in runs),
