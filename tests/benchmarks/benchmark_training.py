@@ -331,7 +331,7 @@ class Ours:
         from aerie.checkpoints import seed_everything
         from aerie.draft_attention import attention_for
         from aerie.draft_model import DraftShape, build_draft
-        from aerie.fusion import fuse_norms
+        from aerie.fusion import fuse_modules
         from aerie.hidden_states import StatesIndex
         from aerie.ranks import ALONE
         from aerie.samples import load_samples
@@ -362,7 +362,7 @@ class Ours:
         seed_everything(seed)
         vocab_map = load_map(root / "map", target.vocab_size)
         self.model = build_draft(target, DraftShape(1, LAYER_IDS[:-1]), vocab_map, TTT_STEPS, attention_for(self.device)).to(self.device)
-        fuse_norms(self.model, self.device)
+        fuse_modules(self.model, self.device)
         weights = target.head_weights()
         head = TargetHead(weights["norm"].float(), 1e-5, weights["lm_head"])
         self.validate = Validation(validation_loader, head, self.device, self.settings, ALONE)

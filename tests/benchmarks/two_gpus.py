@@ -332,7 +332,7 @@ def training(root: Path, args: argparse.Namespace, figures: dict[str, Any]) -> N
     import torch
     from benchmark_training import SHAPES, make_problem
 
-    job = SHAPES[args.shape] | {"gpu": torch.cuda.is_available(), "root": str(root), "packs": 64, "epochs": 3}
+    job = SHAPES[args.shape] | {"gpu": torch.cuda.is_available(), "root": str(root), "packs": 32, "epochs": 3}
     figures["problem"] = make_problem(job)
     say(f"states are there: {figures['problem']}")
     one = Training(root, "one", job, ranks=1)

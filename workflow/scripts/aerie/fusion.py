@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+_FUSED = ("RMSNorm", "MLP")  # ends of classes' names
+
 
 def fused(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """The function, compiled on a GPU; for any number of rows, since packs differ in theirs."""
@@ -21,11 +23,11 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
-def fuse_norms(model: torch.nn.Module, device: torch.device) -> None:
-    """The same for a model's norms, in place."""
+def fuse_modules(model: torch.nn.Module, device: torch.device) -> None:
+    """The same for a model's norms and feed-forward parts, in place."""
     if device.type == "cuda":
         for module in model.modules():
-            if type(module).__name__.endswith("RMSNorm"):
+            if type(module).__name__.endswith(_FUSED):
                 module.compile(dynamic=True)
 
 

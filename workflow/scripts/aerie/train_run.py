@@ -14,7 +14,7 @@ from .cpu_memory import keep_freed_memory
 from .draft_attention import attention_for
 from .draft_model import DraftShape, aux_columns, build_draft, export_draft, norm_gain, start_from
 from .errors import AerieError
-from .fusion import fuse_norms, grow_segments
+from .fusion import fuse_modules, grow_segments
 from .keys import draft_digest
 from .ranks import ALONE, Ranks, run_in_ranks
 from .training import DraftTrainer, TrainingSettings, pick_device
@@ -100,7 +100,7 @@ def _train_rank(
     train_loader, validation_loader = loader_of("train", training.packs_per_step, workers), loader_of("validation", ranks.count, 0)
     seed_everything(training.seed)
     model = build_draft(target, shape, vocab_map, training.ttt_steps, attention_for(device))
-    fuse_norms(model, device)
+    fuse_modules(model, device)
     if init_from:
         start_from(model, init_from)
     weights = target.head_weights()
