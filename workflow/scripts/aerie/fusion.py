@@ -26,6 +26,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def fuse_modules(model: torch.nn.Module, device: torch.device) -> None:
     """The same for a model's norms and feed-forward parts, in place."""
     if device.type == "cuda":
+        # The norms of a class share their code, and differ in width, rank, gradients and autocast: more kinds than the default.
+        torch._dynamo.config.recompile_limit = 64
         for module in model.modules():
             if type(module).__name__.endswith(_FUSED):
                 module.compile(dynamic=True)
