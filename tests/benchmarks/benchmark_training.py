@@ -369,10 +369,12 @@ class Ours:
 
 
 def run_aerie(job: dict[str, Any], seed: int) -> dict[str, Any]:
-    from aerie.fusion import grow_segments
+    import torch
+
     from aerie.training import DraftTrainer
 
-    grow_segments()
+    if job["gpu"]:
+        torch.set_num_threads(1)
     ours, clock = Ours(job, seed), Clock(job["gpu"])
     found: dict[str, Any] = {"losses": [], "acceptance_lengths": []}
 

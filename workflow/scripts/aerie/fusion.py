@@ -3,7 +3,6 @@
 On a CPU nothing is compiled, which would take a C++ compiler and longer than small work.
 """
 
-import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -31,9 +30,3 @@ def fuse_modules(model: torch.nn.Module, device: torch.device) -> None:
         for module in model.modules():
             if type(module).__name__.endswith(_FUSED):
                 module.compile(dynamic=True)
-
-
-def grow_segments() -> None:
-    """Lets CUDA's memory segments grow, here and in child processes, before the first is taken: packs differ in size, and to give
-    memory back and ask for other memory would stop the GPU at nearly every step."""
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

@@ -14,7 +14,7 @@ from .cpu_memory import keep_freed_memory
 from .draft_attention import attention_for
 from .draft_model import DraftShape, aux_columns, build_draft, export_draft, norm_gain, start_from
 from .errors import AerieError
-from .fusion import fuse_modules, grow_segments
+from .fusion import fuse_modules
 from .keys import draft_digest
 from .ranks import ALONE, Ranks, run_in_ranks
 from .training import DraftTrainer, TrainingSettings, pick_device
@@ -49,7 +49,6 @@ def train(
     runtime: {device: auto | cpu | cuda, ranks (default 1), workers, checkpoint_seconds}. work: folder that outlives a kill.
     init_from: folder of a draft whose weights are the first.
     """
-    grow_segments()
     device, ranks = pick_device(runtime.get("device", "auto")), int(runtime.get("ranks", 1))
     arguments = (target, samples, states, vocab_map, settings, runtime, work, out, init_from)
     if ranks == 1:
@@ -78,6 +77,8 @@ def _train_rank(
     training = TrainingSettings.from_recipe(settings.get("training", {}))
     if device.type == "cpu":
         keep_freed_memory()
+    else:  # what is left to the CPU is small, and its threads would wait for those of the loader's workers
+        torch.set_num_threads(1)
     aux, last = aux_columns(states.layer_ids, shape, target.num_layers)
     workers = int(runtime.get("workers", 6 if device.type == "cuda" else 0))
     skip_bad = training.on_bad_sample == "skip"

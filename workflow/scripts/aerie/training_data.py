@@ -7,6 +7,7 @@ training-time test, row t is fed x[t+1+k] and predicts x[t+2+k].
 """
 
 import argparse
+import multiprocessing
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -268,6 +269,8 @@ class PackOrder(Sampler[list[int]]):
 
 def batches(samples: DraftSamples, order: PackOrder, hidden_size: int, aux_layers: int, pad_to: int | None, workers: int = 0) -> DataLoader:
     """Packed batches in an order; `pad_to`: rows that each is padded to."""
+    # Workers are forked from a process that has imported this module and nothing of CUDA: spawned, they import it in turn.
+    multiprocessing.set_forkserver_preload([__name__])
     return DataLoader(
         samples,
         batch_sampler=order,
@@ -275,7 +278,7 @@ def batches(samples: DraftSamples, order: PackOrder, hidden_size: int, aux_layer
         pin_memory=torch.cuda.is_available() and workers > 0,
         collate_fn=PackedCollate(hidden_size, aux_layers, samples.hidden_states_dtype, pad_to),
         persistent_workers=workers > 0,
-        multiprocessing_context="spawn" if workers else None,
+        multiprocessing_context="forkserver" if workers else None,
     )
 
 
