@@ -248,6 +248,20 @@ def test_golden(tmp_path):
     assert digest_of(content) == recorded[regenerate_responses.VERSION]
 
 
+@pytest.mark.parametrize(
+    ("kept", "cut_off", "dropped", "said"),
+    [
+        (10, 5, {}, ""),
+        (10, 6, {"repeats itself": 9}, "6 of 10 answers"),
+        (4, 0, {"cut off": 5}, "5 of 9 answers"),  # keep_cut_off: false
+        (0, 0, {"empty answer": 3}, ""),
+    ],
+)
+def test_mostly_cut_off_answers_are_warned_of(kept, cut_off, dropped, said):
+    warning = regeneration.cut_off_warning({"prompts": 20, "kept": kept, "cut_off": cut_off, "dropped": dropped, "shortened": {}})
+    assert warning.startswith(f"WARNING: {said} reached regenerate.max_new_tokens") if said else warning == ""
+
+
 def test_answers_come_back_from_the_store(tmp_path):
     store = AnswerStore(tmp_path / "answers")
     one, two = answers(("one", "stop")), Answers("k" * 32, (), (), (), "prompt too long")
@@ -341,6 +355,8 @@ def test_responses_are_complete_and_readable(answered):
     table = pq.read_table(answered.folder / "all" / "responses.parquet").to_pylist()
     assert {row["finish_reason"] for row in table} <= {"stop", "length"}
     assert figures["cut_off"] == sum(row.cut for row in rows) > 0
+    assert answered.stderr.count("answers that the sources have are not used") == 1
+    assert (f"WARNING: {figures['cut_off']} of {len(rows)} answers" in answered.stderr) == (figures["cut_off"] > len(rows) / 2)
     rejects = [json.loads(line) for line in (answered.folder / "all" / "rejects.jsonl").read_text().splitlines()]
     assert any(one["reason"] == "prompt too long" and one["line"] == 40 for one in rejects)
 

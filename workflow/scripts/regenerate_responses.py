@@ -36,6 +36,7 @@ from aerie.regeneration import (
     assemble,
     batch_key,
     choose_prompts,
+    cut_off_warning,
     fault_of,
     figures_of,
     responses_digest,
@@ -72,6 +73,9 @@ def main(args: argparse.Namespace) -> None:
         f"regenerate: {figures['kept']:,} of {figures['prompts']:,} conversations kept ({figures['cut_off']:,} of them cut off at "
         f"max_new_tokens), dropped {json.dumps(figures['dropped'])}, shortened {json.dumps(figures['shortened'])}"
     )
+    warning = cut_off_warning(figures)
+    if warning:
+        cli.say(warning)
 
 
 def answers_key(recipe: Recipe, target: Target) -> str:
@@ -92,6 +96,7 @@ def regenerate(recipe: Recipe, target: Target, sources: Sequence[Source], store:
         raise AerieError(
             f"no prompt to answer in {', '.join(source.name for source in sources)}; rows were rejected for: {', '.join(reasons) or 'no rows'}"
         )
+    cli.say("regenerate: the target answers every prompt itself; answers that the sources have are not used")
     answer_store = AnswerStore(store / "answers" / answers_key(recipe, target))
     with answer_store.locked():
         answered = answer_store.read(prompt.key for prompt in prompts)
