@@ -71,15 +71,20 @@ def splits(prepared):
 
 def test_rows_are_kept_or_rejected(made):
     mute = [{"role": role, "content": "" if role == "assistant" else "x"} for role in ("system", "user", "assistant", "user")]
-    found = made([*many(30), talk("question 3", "answer 9"), talk("only", ""), {"messages": []}, {"messages": mute}])
+    unasked = [{"role": "user", "content": " "}, {"role": "assistant", "content": "x"}]
+    others = [{"messages": unasked}, {"messages": None}, {"input_ids": [4, 5], "loss_mask": [0, 0]}]
+    found = made([*many(30), talk("question 3", "answer 9"), talk("only", ""), {"messages": []}, {"messages": mute}, *others])
     assert [(one["line"], one["reason"], one["detail"]) for one in found.rejects()] == [
         (31, "duplicate", "same as f.jsonl:4"),
         (32, "no assistant turn with text", "found 1 user"),
-        (33, "no messages", ""),
+        (33, "no messages", "the list is empty"),
         (34, "no assistant turn with text", "found 1 system, 2 user, 1 assistant without text"),
+        (35, "no user message with text", "found 1 user without text, 1 assistant"),
+        (36, "no messages", "messages is null"),
+        (37, "no supervised token", "of the 2 tokens, none has 1 in the mask"),
     ]
     stats = prepare_dataset.describe(found)
-    assert stats["rows"] == 34 == stats["kept"] + sum(stats["rejected"].values()) and stats["kept"] == 30
+    assert stats["rows"] == 37 == stats["kept"] + sum(stats["rejected"].values()) and stats["kept"] == 30
 
 
 def test_odd_rows_one_by_one(made):

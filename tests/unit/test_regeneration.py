@@ -197,7 +197,7 @@ def test_ask_shows_later_turns_the_new_answers():
     assert found[0].answers == ("answer of user 0a", "answer of |user 2a")
     assert found[0].tokens == (2, 2)
     assert (len(found[1].answers), found[1].finish_reasons) == (1, ("length",))  # cut off: the next turn is not asked
-    assert (found[2].answers, found[2].problem) == ((), "prompt too long")
+    assert (found[2].answers, found[2].problem) == ((), "prompt too long: 42 tokens; at most 40 leave room for max_new_tokens")
     assert asked == [(7, 0), (7, 1), (7, 0)]
 
 
@@ -231,7 +231,7 @@ def test_a_new_version_keeps_the_answers_in_the_store():
 
 def test_golden(tmp_path):
     """The same rows and answers give the same files for ever, or VERSION is raised (then record the new digest with it)."""
-    recorded = {4: "cc3ef539f584d37ad768e77dd3623adb07c701631e8bb52f33b81d91c99d48d0"}
+    recorded = {5: "cc3ef539f584d37ad768e77dd3623adb07c701631e8bb52f33b81d91c99d48d0"}
     rows = [conversation("system", "user", "assistant", "user"), conversation("user", line=2, tag=" b"), conversation("tool", line=3)]
     prompts, rejected = choose([rows], None)
     responses = []

@@ -141,8 +141,12 @@ def prepare_run():
 
 
 def print_summary():
-    """Shows the runs' key figures at the end of a run."""
-    if not is_utility() and Path("results/summary.txt").exists():
+    """Shows the runs' key figures at the end of a run that has them among its results: else they are an earlier run's."""
+    dag = workflow.dag
+    if any(
+        job.rule.name == "build_report"
+        for job in dag.bfs(dag.dependencies, *dag.targetjobs)
+    ):
         print(Path("results/summary.txt").read_text())
 
 

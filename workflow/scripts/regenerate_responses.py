@@ -46,7 +46,7 @@ from aerie.sources import Source, read_rows, sources_digest
 from aerie.stage import Recipe, StageResult, run_stage
 from aerie.targets import Target
 
-VERSION = 4
+VERSION = 5
 ANSWERS_VERSION = 3  # of the answers in the store, which cost the most: raised only when the target would be asked otherwise
 
 # What an answer depends on; the other settings only choose among prompts and answers.
@@ -215,7 +215,8 @@ def rendered(messages: Sequence[Message], tools: Any, ids_of: IdsOf, max_prompt:
         ids = ids_of(messages, tools)
     except TemplateError as error:
         return [], f"refused by the chat template: {error}"
-    return ids, "prompt too long" if len(ids) > max_prompt else ""
+    too_long = f"prompt too long: {len(ids):,} tokens; at most {max_prompt:,} leave room for max_new_tokens"
+    return ids, too_long if len(ids) > max_prompt else ""
 
 
 def seed_of(seed: int, key: str) -> int:

@@ -7,13 +7,12 @@ before it, with a generation prompt, ends, and lasts to the end-of-turn token of
 import datetime
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .conversations import Conversation, Message
+from .conversations import Conversation, Message, count_roles
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -95,9 +94,7 @@ class Renderer:
             place for place, one in enumerate(messages) if one["role"] == "assistant" and ("tool_calls" in one or one["content"].strip())
         ]
         if not answers:
-            roles = Counter(one["role"] for one in messages)
-            found = ", ".join(f"{count} {role}{' without text' * (role == 'assistant')}" for role, count in roles.items())
-            raise Unusable(f"no assistant turn with text: found {found}")
+            raise Unusable(f"no assistant turn with text: found {count_roles(messages)}")
         if self.last_turn_only:
             answers = answers[-1:]
         texts = self._texts([messages[: place + 1] for place in answers], tools)

@@ -442,9 +442,10 @@ class Planner:
         )
         extractions = {step: self.extraction(step) for step in steps if step[0] == "extract_hidden_states" and step in self.jobs}
         needed, free = sum(found.missing_bytes for found in extractions.values() if found), free_bytes(self.store)
-        known = size_text(needed) if needed or None not in extractions.values() else ""
-        more = "not known yet" if None in extractions.values() else ""
-        yield f"hidden states to write: {', and what is '.join(filter(None, [known, more]))}; free on the disk of {self.store}: {size_text(free)}"
+        to_write = size_text(needed)
+        if None in extractions.values():
+            to_write = f"{to_write}, and what is not known yet" if needed else "not known yet"
+        yield f"hidden states to write: {to_write}; free on the disk of {self.store}: {size_text(free)}"
         if needed > free:
             yield f"WARNING: the disk is {size_text(needed - free)} short; the extraction will refuse to begin"
         for words, wanted in (("to run", "run"), ("more where unknown stages have to run", "unknown")):

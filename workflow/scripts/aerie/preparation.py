@@ -255,7 +255,7 @@ class Worker:
         if not kept:
             first = min((one.loss_mask.index(1) + 1 for one in rendered if any(one.loss_mask)), default=0)
             if not first:
-                raise Unusable("no supervised token")
+                raise Unusable(f"no supervised token: of the {sum(len(one.loss_mask) for one in rendered)} tokens, none has 1 in the mask")
             raise Unusable(f"no supervised token within max_length: the first is token {first}, max_length is {most}")
         turns = [one.turns if len(one.input_ids) <= most else count_turns(one.loss_mask[:most]) for one in kept]
         return [Sample(one.input_ids[:most], one.loss_mask[:most], "") for one in kept], turns, notes

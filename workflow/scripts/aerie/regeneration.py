@@ -196,7 +196,7 @@ def fault_of(answer: str, finish_reason: str) -> tuple[str, str]:
     if finish_reason == "special":
         return "special tokens", "the answer holds special tokens, which its text does not show"
     if not answer.strip():
-        return "empty answer", ""
+        return "empty answer", f"{len(answer)} characters of white space" if answer else "the target ended its answer at once"
     loop = find_loop(answer)
     if loop:
         return "repeats itself", f"ends in a repetition of {loop!r}"
