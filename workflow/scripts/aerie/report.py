@@ -240,9 +240,8 @@ def _rejections(runs: Iterable[RunResults]) -> Table:
         for reason, count in sorted((one.stats.get("rejected") or {}).items()):
             found[name, reason] = (name, reason, whole(count))
     rows = [found[place] for place in sorted(found)]
-    return Table(
-        "rejections", "Left out of the datasets", ("dataset", "reason", "rows"), rows, "Each row and its reason is in rejects.jsonl."
-    )
+    caption = "Each row, its reason and what was found are in results/datasets/…/rejects.jsonl and results/regenerated/…/rejects.jsonl."
+    return Table("rejections", "Left out of the datasets", ("dataset", "reason", "rows"), rows, caption)
 
 
 def computed(runs: Iterable[RunResults]) -> list[tuple[str, str, Manifest]]:
