@@ -4,7 +4,7 @@ min_version("9.0")
 
 
 # Given with --configfile, a configuration stands for itself: the demo's is not mixed into it.
-if "runs" not in config:
+if "runs" not in config and not workflow.config_settings.configfiles:
 
     configfile: "config/config.yaml"
 

@@ -11,12 +11,14 @@ from snakemake.exceptions import WorkflowError
 from snakemake.utils import validate
 
 from aerie import configuration
+from aerie.config_schema import check_config
 from aerie.configuration import Plan, read_runs
 from aerie.errors import AerieError
 from aerie.preparation import NOT_COUNTED
 from aerie.regeneration import fault_of
 from checkout import ROOT, SCRIPTS
 
+SCHEMA = ROOT / "workflow/schemas/config.schema.yaml"
 STAGES = [
     "convert_target",
     "fingerprint_target",
@@ -253,6 +255,80 @@ def test_a_missing_table_is_named():
 def test_unknown_keys_and_wrong_types_are_refused_by_name(tmp_path, change, named):
     with pytest.raises(WorkflowError, match=named):
         plan(tmp_path, **change)
+
+
+COMPLETE = """\
+runs: runs.tsv
+targets:
+  t: {path: x}
+datasets:
+  d:
+    sources: [x.jsonl]
+drafts:
+  e:
+    training:
+      epochs: 3
+evaluation:
+  prompts: {some: p.jsonl}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("epochs: 3", "epoch: 3", "mine.yaml:10: drafts.e.training.epoch: unknown key; did you mean epochs?"),
+        ("  d:\n", "  d:\n    epochs: 3\n", "mine.yaml:6: datasets.d.epochs: unknown key; it belongs to drafts.NAME.training.epochs"),
+        ("{path: x}", "{path: x, zzz: 1}", "mine.yaml:3: targets.t.zzz: unknown key; expected one of path, hub_id, revision, gguf, "),
+        ("epochs: 3", "epochs: many", 'mine.yaml:10: drafts.e.training.epochs: found "many"; expected a whole number, at least 1'),
+        ("epochs: 3", "epochs: 0", "mine.yaml:10: drafts.e.training.epochs: found 0; expected a whole number, at least 1"),
+        ("epochs: 3", "learning_rate: 1e-3", 'learning_rate: found "1e-3"; expected a number, above 0. This is text: write 0.001 without'),
+        ("epochs: 3", "optimizer: muonn", 'found "muonn"; expected one of muon, adamw; did you mean muon?'),
+        ("{path: x}", "", "mine.yaml:3: targets.t: found null; expected keys with values"),
+        ("{path: x}", "{path: x, gguf: y}", "targets.t: found path and gguf; expected exactly one of path; hub_id with revision; gguf"),
+        (
+            "{path: x}",
+            "{hub_id: a/b}",
+            "mine.yaml:3: targets.t.revision: missing beside hub_id; expected a full commit hash, 40 hexadecimal",
+        ),
+        (
+            "[x.jsonl]",
+            "[{}]",
+            "mine.yaml:6: datasets.d.sources.0: found none; expected exactly one of path; hub_id with revision and split",
+        ),
+        ("[x.jsonl]", "[x.jsonl, {path: y, wieght: 1}]", "mine.yaml:6: datasets.d.sources.1.wieght: unknown key; did you mean weight?"),
+        ("    sources: [x.jsonl]", "    max_length: 8", "mine.yaml:5: datasets.d.sources: missing; expected a list, at least 1 entries"),
+        (
+            "    sources:",
+            "    regenerate: true\n    sources:",
+            "regenerate: found true; expected its keys ({} for their defaults), or null",
+        ),
+        ("runs: runs.tsv", "", "mine.yaml: runs: missing; expected the path of the table of runs"),
+        ("  t: {", "  a/b: {", "mine.yaml:3: targets.a/b: not a name for this; expected letters, digits, "),
+    ],
+)
+def test_a_fault_is_told_in_one_line_with_place_and_remedy(tmp_path, monkeypatch, old, new, fault):
+    monkeypatch.chdir(tmp_path)
+    assert COMPLETE.count(old) == 1
+    Path("mine.yaml").write_text(COMPLETE.replace(old, new))
+    with pytest.raises(AerieError) as caught:
+        check_config(yaml.safe_load(COMPLETE.replace(old, new)), SCHEMA, [Path("mine.yaml")], {})
+    head, *faults = str(caught.value).splitlines()
+    assert "config/README.md" in head
+    assert len(faults) == 1 and fault in faults[0] and len(faults[0]) < 250, faults
+
+
+def test_the_file_or_command_line_that_set_a_value_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("first.yaml").write_text(COMPLETE)
+    Path("second.yaml").write_text("{broken")  # only the place would be lost
+    given = {"drafts": {"e": {"training": {"epoch": 5}}}, "store": 3}
+    config = yaml.safe_load(COMPLETE)
+    config["drafts"]["e"]["training"] |= {"epoch": 5, "epochs": 0}
+    with pytest.raises(AerieError) as caught:
+        check_config(config | {"store": 3}, SCHEMA, [Path("first.yaml"), Path("second.yaml")], given)
+    places = [line.split(": ")[0].strip() for line in str(caught.value).splitlines()[1:]]
+    assert sorted(places) == ["--config", "--config", "first.yaml:10"]
+    check_config(yaml.safe_load(COMPLETE), SCHEMA, [], {})
 
 
 def test_every_reason_is_documented():

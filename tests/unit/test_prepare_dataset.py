@@ -70,14 +70,21 @@ def splits(prepared):
 
 
 def test_rows_are_kept_or_rejected(made):
-    found = made([*many(30), talk("question 3", "answer 9"), talk("only", ""), {"messages": []}])
+    mute = [{"role": role, "content": "" if role == "assistant" else "x"} for role in ("system", "user", "assistant", "user")]
+    unasked = [{"role": "user", "content": " "}, {"role": "assistant", "content": "x"}]
+    others = [{"messages": unasked}, {"messages": None}, {"input_ids": [4, 5], "loss_mask": [0, 0]}]
+    found = made([*many(30), talk("question 3", "answer 9"), talk("only", ""), {"messages": []}, {"messages": mute}, *others])
     assert [(one["line"], one["reason"], one["detail"]) for one in found.rejects()] == [
         (31, "duplicate", "same as f.jsonl:4"),
-        (32, "no assistant turn with text", ""),
-        (33, "no messages", ""),
+        (32, "no assistant turn with text", "found 1 user"),
+        (33, "no messages", "the list is empty"),
+        (34, "no assistant turn with text", "found 1 system, 2 user, 1 assistant without text"),
+        (35, "no user message with text", "found 1 user without text, 1 assistant"),
+        (36, "no messages", "messages is null"),
+        (37, "no supervised token", "of the 2 tokens, none has 1 in the mask"),
     ]
     stats = prepare_dataset.describe(found)
-    assert stats["rows"] == 33 == stats["kept"] + sum(stats["rejected"].values()) and stats["kept"] == 30
+    assert stats["rows"] == 37 == stats["kept"] + sum(stats["rejected"].values()) and stats["kept"] == 30
 
 
 def test_odd_rows_one_by_one(made):
@@ -236,10 +243,16 @@ def test_stats_add_up(made):
 def test_the_audit_page_marks_what_is_supervised(made, target):
     rows = [talk("What is <b>?", "It & that"), talk("x", "y"), talk("z", "")]
     found = made(rows)
-    page = audit.page("A dataset", prepare_dataset.describe(found), found, AutoTokenizer.from_pretrained(target))
+    page = audit.page(
+        "A dataset", prepare_dataset.describe(found), found, AutoTokenizer.from_pretrained(target), Path("results/datasets/t/d")
+    )
     assert "What is &lt;b&gt;?&lt;|im_end|&gt;\n&lt;|im_start|&gt;assistant\n<mark>It &amp; that&lt;|im_end|&gt;</mark>\n" in page
     assert page.count("<mark>") == 3  # two samples, and the explanation
     assert "rejected: no assistant turn with text" in page
+    places = re.findall(r"<h3>(.*?), (?:train|validation)</h3>", page)
+    assert sorted(places) == ["f.jsonl:1", "f.jsonl:2"]  # of the three rows, those that became samples
+    assert "What is" in page.partition("f.jsonl:1, ")[2].partition("<h3>")[0]
+    assert "results/datasets/t/d/rejects.jsonl" in page and "results/datasets/t/d/stats.json" in page
     assert not re.search(r"(src|href)=", page)  # the page needs nothing but itself
 
 
@@ -278,8 +291,15 @@ def test_the_ledger_of_regenerated_answers_names_the_original_rows(target, regen
         "cut_off": 1,
         "dropped": {"empty answer": 2, "duplicate prompt": 5},
         "shortened": {"repeats itself": 1},
+        "folder": str(tmp_path / "regenerated"),
+        "warning": "",
     }
-    text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", audit.page("A dataset", stats, prepared, load())))
+    page = audit.page("A dataset", stats, prepared, load(), tmp_path)
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page))
+    assert set(re.findall(r"([ab]\.jsonl:\d+), (?:train|validation)", text)) == {"b.jsonl:7", "a.jsonl:3", "b.jsonl:2"}
+    assert f"{tmp_path / 'regenerated'}/rejects.jsonl" in text and "those of the sources are not used" in text
+    stats["regeneration"]["warning"] = "Most were cut off."
+    assert '<p class="notice">Most were cut off.</p>' in audit.page("A dataset", stats, prepared, load(), tmp_path)
     assert "asked 6 prompts, and 4 conversations came of them. 1 of 4 end in an answer that reached max_new_tokens and was kept" in text
     for said in ("dropped: empty answer 2", "dropped: duplicate prompt 5", "kept without its later turns: repeats itself 1"):
         assert said in text
@@ -346,7 +366,7 @@ def test_the_command(target, tmp_path):
 def test_golden(made, tmp_path):
     """The same input gives the same bytes for ever, or VERSION is raised (then record the new digests with it)."""
     recorded = {
-        3: (
+        4: (
             "807db294cc7578e800c3f1348c4dd2bdef07b3aba77e82bebc64279bc81c484d",
             "f6ccc802b42424f6505edabdc1c89ec1c6d526328f9d84da509d45683c07d6db",
         )

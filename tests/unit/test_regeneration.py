@@ -197,7 +197,7 @@ def test_ask_shows_later_turns_the_new_answers():
     assert found[0].answers == ("answer of user 0a", "answer of |user 2a")
     assert found[0].tokens == (2, 2)
     assert (len(found[1].answers), found[1].finish_reasons) == (1, ("length",))  # cut off: the next turn is not asked
-    assert (found[2].answers, found[2].problem) == ((), "prompt too long")
+    assert (found[2].answers, found[2].problem) == ((), "prompt too long: 42 tokens; at most 40 leave room for max_new_tokens")
     assert asked == [(7, 0), (7, 1), (7, 0)]
 
 
@@ -231,7 +231,7 @@ def test_a_new_version_keeps_the_answers_in_the_store():
 
 def test_golden(tmp_path):
     """The same rows and answers give the same files for ever, or VERSION is raised (then record the new digest with it)."""
-    recorded = {4: "cc3ef539f584d37ad768e77dd3623adb07c701631e8bb52f33b81d91c99d48d0"}
+    recorded = {5: "cc3ef539f584d37ad768e77dd3623adb07c701631e8bb52f33b81d91c99d48d0"}
     rows = [conversation("system", "user", "assistant", "user"), conversation("user", line=2, tag=" b"), conversation("tool", line=3)]
     prompts, rejected = choose([rows], None)
     responses = []
@@ -246,6 +246,20 @@ def test_golden(tmp_path):
     digest = regeneration.responses_digest(responses, rejected)
     content = [table.to_pylist(), str(table.schema), [dataclasses.asdict(one) for one in rejected], figures, digest]
     assert digest_of(content) == recorded[regenerate_responses.VERSION]
+
+
+@pytest.mark.parametrize(
+    ("kept", "cut_off", "dropped", "said"),
+    [
+        (10, 5, {}, ""),
+        (10, 6, {"repeats itself": 9}, "6 of 10 answers"),
+        (4, 0, {"cut off": 5}, "5 of 9 answers"),  # keep_cut_off: false
+        (0, 0, {"empty answer": 3}, ""),
+    ],
+)
+def test_mostly_cut_off_answers_are_warned_of(kept, cut_off, dropped, said):
+    warning = regeneration.cut_off_warning({"prompts": 20, "kept": kept, "cut_off": cut_off, "dropped": dropped, "shortened": {}})
+    assert warning.startswith(f"WARNING: {said} reached regenerate.max_new_tokens") if said else warning == ""
 
 
 def test_answers_come_back_from_the_store(tmp_path):
@@ -341,6 +355,8 @@ def test_responses_are_complete_and_readable(answered):
     table = pq.read_table(answered.folder / "all" / "responses.parquet").to_pylist()
     assert {row["finish_reason"] for row in table} <= {"stop", "length"}
     assert figures["cut_off"] == sum(row.cut for row in rows) > 0
+    assert answered.stderr.count("answers that the sources have are not used") == 1
+    assert (f"WARNING: {figures['cut_off']} of {len(rows)} answers" in answered.stderr) == (figures["cut_off"] > len(rows) / 2)
     rejects = [json.loads(line) for line in (answered.folder / "all" / "rejects.jsonl").read_text().splitlines()]
     assert any(one["reason"] == "prompt too long" and one["line"] == 40 for one in rejects)
 

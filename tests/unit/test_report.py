@@ -238,6 +238,18 @@ def test_slower_is_said_plainly(results):
     assert first.index("1.447") == second.index("1.447") == header.index("accept. length")
 
 
+def test_a_speed_up_above_the_acceptance_length_is_doubted(results):
+    """1.447 tokens a step cannot make it 2.1 times as fast; 0.512 they can."""
+    first, second = collected(results)
+    [doubt] = report.doubts([first, second])
+    assert "second (with the draft, 1 at once): x 2.10; second (with the draft, 16 at once): x 2.10." in doubt
+    assert "first" not in doubt and "`baselines`" in doubt
+    assert [row[-1] for row in report.summary_rows([first, second])] == ["0.51", "2.10 (!)"]
+    assert doubt in report.summary_text([first, second]) and doubt in Page(report.page([first, second])).text
+    second.acceptance["acceptance"][2]["acceptance_length"] = second.acceptance["acceptance_length"] = 2.11
+    assert report.doubts([first, second]) == [] and "(!)" not in report.page([first, second])
+
+
 def test_shared_stages_are_listed_once(results):
     stages = [(stage, name) for stage, name, _ in report.computed(collected(results))]
     assert len(stages) == len(set(stages)) == 9

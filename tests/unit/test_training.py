@@ -683,7 +683,8 @@ def test_model_card_says_what_the_draft_is(problem, trained):
         "base_model": "tiny", "license": "other", "library_name": "speculators", "tags": ["eagle3", "speculative-decoding", "draft-model"],
     }  # fmt: skip
     length = trained.figures["validation"]["acceptance_length"]
-    for text in (f"acceptance length {length:.3f}", "200 of 320 tokens", "| chats.jsonl | 1,000 | 98.00% |", "train_draft " + "k" * 64,
+    for text in (f"acceptance length {length:.3f}", "200 of 320 tokens", "98.00% of the train split's supervised tokens",
+                 "The train split, by source:", "| chats.jsonl | 1,000 | 98.00% |", "train_draft " + "k" * 64,
                  "dataset " + "d" * 64, '"learning_rate": 0.01', "its folder names none"):  # fmt: skip
         assert text in body
     (problem.target.folder / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\n# A target\n")

@@ -111,7 +111,14 @@ def test_numbers_inside_a_value_of_the_command_line_are_numbers(tmp_path):
 
 def test_an_unknown_key_is_named(tmp_path):
     result = snakemake(tmp_path, "-n", "--config", "learning_rate=1")
-    assert result.code != 0 and "learning_rate" in result.text
+    assert result.code != 0 and "--config: learning_rate: unknown key; it belongs to drafts.NAME.training.learning_rate" in result.text
+    assert "schema" not in result.text and len(result.text.splitlines()) < 10
+
+
+def test_a_configuration_without_runs_is_not_filled_from_the_demo(tmp_path):
+    (tmp_path / "mine.yaml").write_text("targets: {t: {path: x}}\n")
+    result = snakemake(tmp_path, "-n", "--configfile", str(tmp_path / "mine.yaml"))
+    assert result.code != 0 and "mine.yaml: runs: missing" in result.text
 
 
 def test_every_rule_declares_log_environment_resources_and_benchmark():

@@ -11,6 +11,7 @@ import pytest
 from aerie.errors import AerieError
 from aerie.planning import Planner, Until, differences
 from aerie.status import Status
+from tiny_workflow import TinyWorkflow
 
 STATES = ("extract_hidden_states", "tiny/talk/default_float32")
 
@@ -108,6 +109,25 @@ def test_a_source_that_is_not_there_yet_leaves_its_stages_unknown(inside):
 def test_differences_name_the_setting():
     assert differences({"a": {"b": 1, "c": [1]}}, {"a": {"b": 2, "c": [1]}, "d": None}) == ["a.b 1 → 2"]
     assert differences({"x": None}, {"x": "y"}) == ['x null → "y"']
+    capture = {"dataset": {"name": "d", "max_samples": 900}, "aux_layer_ids": [2, 4]}
+    fewer = {"dataset": {"name": "d", "max_samples": 10}, "aux_layer_ids": [2, 4]}
+    assert differences({"captures": [capture, capture]}, {"captures": [capture, fewer]}) == ["captures[1].dataset.max_samples 900 → 10"]
+    assert differences({"captures": [capture]}, {"captures": [capture, fewer]}) == ["captures 1 → 2 entries"]
+    [line] = differences({"sources": ["a.jsonl"]}, {"sources": [f"{number}.jsonl" for number in range(99)]})
+    assert line.startswith('sources ["a.jsonl"] → ["0.jsonl", ') and line.endswith("…") and len(line) < 120
+
+
+def test_what_is_not_known_is_not_counted_as_nothing(tmp_path, monkeypatch):
+    """Before anything was made: each download is named, and neither time nor bytes are said to be 0."""
+    workflow = TinyWorkflow(tmp_path)
+    downloads = {name: {"package": "x==1", "sha256": "0" * 64, "member": name} for name in ("one", "two")}
+    workflow.config["downloads"] = downloads
+    workflow.config["datasets"]["talk"]["sources"] = [f"results/downloads/{name}/x.jsonl" for name in downloads]
+    monkeypatch.chdir(tmp_path)
+    text = "\n".join(planned(workflow, workflow.resolved().recipes).lines())
+    assert "fetch_package_file     run      one: not made yet\n  fetch_package_file     run      two: not made yet" in text
+    assert "time more where unknown stages have to run: not known; no measured rate yet for evaluate_draft, " in text
+    assert "hidden states to write: not known yet; free on" in text and " 0 " not in text
 
 
 def test_status_tells_what_is_done_unfinished_and_running(inside):

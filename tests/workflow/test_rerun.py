@@ -56,6 +56,18 @@ def test_an_edit_plans_the_stages_that_may_change(llama, edit, rules):
     assert set(llama.plan()) == rules | {"build_report", *RECIPE}
 
 
+def test_the_summary_is_shown_where_it_is_of_these_settings(llama, finished_llama):
+    """Up to a stage before the report, the table that lies there is an earlier run's."""
+    heading = "accept. length"
+    assert heading in finished_llama[1].text and heading in (llama.folder / "results/summary.txt").read_text()
+    llama.config["drafts"]["eagle3"]["vocab_size"] = 265
+    llama.write()
+    result = llama.run("--until", "map_vocabulary")
+    assert result.code == 0 and result.rules["map_vocabulary"] == 1 and heading not in result.text, result.text
+    result = llama.run("results/vocab_maps/a/manifest.json", "--forcerun", "map_vocabulary")
+    assert result.code == 0 and result.rules["map_vocabulary"] == 1 and heading not in result.text, result.text
+
+
 def test_without_snakemakes_records_nothing_is_computed(llama):
     shutil.rmtree(llama.folder / ".snakemake")
     before = llama.manifest("drafts", "a")

@@ -10,6 +10,7 @@ SCRIPTS = f"{workflow.basedir}/workflow/scripts"
 sys.path.insert(0, SCRIPTS)
 
 from aerie.cli import put_on_path
+from aerie.config_schema import check_config
 from aerie.configuration import (
     FOLDERS,
     Plan,
@@ -30,9 +31,20 @@ from aerie.targets import PATTERNS
 put_on_path(Path(sys.executable).parent, Path(SCRIPTS), Path(workflow.basedir) / "envs")
 
 
+def get_configuration_name():
+    """The configuration's files, and what the command line set beside them."""
+    files = workflow.config_settings.configfiles or workflow.configfiles
+    return [os.path.relpath(file) for file in files], dict(
+        workflow.config_settings.config
+    )
+
+
 update_config(config, typed_values(workflow.config_settings.config))
-validate(config, schema="../schemas/config.schema.yaml")
 try:
+    FILES, GIVEN = get_configuration_name()
+    SCHEMA = Path(workflow.basedir) / "workflow/schemas/config.schema.yaml"
+    check_config(config, SCHEMA, list(map(Path, FILES)), GIVEN)
+    validate(config, schema=str(SCHEMA))  # sets the defaults
     PLAN = Plan(config, read_versions(Path(SCRIPTS)), has_driver())
     # By the words of the command line: Snakemake does not say yet what is asked for.
     if not {"status", "gc", "verify"} & set(sys.argv):
@@ -128,17 +140,13 @@ def prepare_run():
         end_future(Path("results"), Path(config["store"]))
 
 
-def get_configuration_name():
-    """The configuration's files, and what the command line set beside them."""
-    files = workflow.config_settings.configfiles or workflow.configfiles
-    return [os.path.relpath(file) for file in files], dict(
-        workflow.config_settings.config
-    )
-
-
 def print_summary():
-    """Shows the runs' key figures at the end of a run."""
-    if not is_utility() and Path("results/summary.txt").exists():
+    """Shows the runs' key figures at the end of a run that has them among its results: else they are an earlier run's."""
+    dag = workflow.dag
+    if any(
+        job.rule.name == "build_report"
+        for job in dag.bfs(dag.dependencies, *dag.targetjobs)
+    ):
         print(Path("results/summary.txt").read_text())
 
 

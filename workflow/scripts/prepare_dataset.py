@@ -21,12 +21,13 @@ import numpy as np
 from aerie import audit, cli
 from aerie.errors import AerieError
 from aerie.preparation import NOT_COUNTED, Fate, Options, Prepared, check_rejected, choose, prepare
+from aerie.regeneration import cut_off_warning
 from aerie.samples import write_samples
 from aerie.sources import Source, numbered_rows, sources_digest
 from aerie.stage import Recipe, StageResult, read_manifest, run_stage
 from aerie.targets import Target
 
-VERSION = 3
+VERSION = 4
 
 
 def main(args: argparse.Namespace) -> None:
@@ -53,7 +54,7 @@ def main(args: argparse.Namespace) -> None:
         (out / "stats.json").write_text(json.dumps(stats, indent=1) + "\n")
         write_rejects(prepared, out / "rejects.jsonl")
         title = f"Dataset {args.output.name} for {target.name}"
-        (out / "audit.html").write_text(audit.page(title, stats, prepared, tokenizer), encoding="utf-8")
+        (out / "audit.html").write_text(audit.page(title, stats, prepared, tokenizer, args.output), encoding="utf-8")
         rejected = stats["rows"] - stats["kept"]
         cli.say(f"dataset: {stats['rows']:,} rows, {stats['samples']:,} samples, {stats['tokens']:,} tokens, {rejected:,} rows rejected")
         return StageResult(digest, {name: stats[name] for name in ("rows", "samples", "tokens", "supervised_tokens", "rejected")})
@@ -94,7 +95,8 @@ def regeneration(sources: Sequence[Source]) -> dict[str, Any]:
     for path in (Path(source.path) for source in sources):
         if path.name == "responses.parquet" and path.with_name("manifest.json").exists():
             figures = read_manifest(path.parent)["figures"]
-            return {"regeneration": {name: figures[name] for name in ("prompts", "kept", "cut_off", "dropped", "shortened")}}
+            counts = {name: figures[name] for name in ("prompts", "kept", "cut_off", "dropped", "shortened")}
+            return {"regeneration": counts | {"folder": str(path.parent), "warning": cut_off_warning(figures)}}
     return {}
 
 

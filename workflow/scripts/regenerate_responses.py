@@ -36,6 +36,7 @@ from aerie.regeneration import (
     assemble,
     batch_key,
     choose_prompts,
+    cut_off_warning,
     fault_of,
     figures_of,
     responses_digest,
@@ -45,7 +46,7 @@ from aerie.sources import Source, read_rows, sources_digest
 from aerie.stage import Recipe, StageResult, run_stage
 from aerie.targets import Target
 
-VERSION = 4
+VERSION = 5
 ANSWERS_VERSION = 3  # of the answers in the store, which cost the most: raised only when the target would be asked otherwise
 
 # What an answer depends on; the other settings only choose among prompts and answers.
@@ -72,6 +73,9 @@ def main(args: argparse.Namespace) -> None:
         f"regenerate: {figures['kept']:,} of {figures['prompts']:,} conversations kept ({figures['cut_off']:,} of them cut off at "
         f"max_new_tokens), dropped {json.dumps(figures['dropped'])}, shortened {json.dumps(figures['shortened'])}"
     )
+    warning = cut_off_warning(figures)
+    if warning:
+        cli.say(warning)
 
 
 def answers_key(recipe: Recipe, target: Target) -> str:
@@ -92,6 +96,7 @@ def regenerate(recipe: Recipe, target: Target, sources: Sequence[Source], store:
         raise AerieError(
             f"no prompt to answer in {', '.join(source.name for source in sources)}; rows were rejected for: {', '.join(reasons) or 'no rows'}"
         )
+    cli.say("regenerate: the target answers every prompt itself; answers that the sources have are not used")
     answer_store = AnswerStore(store / "answers" / answers_key(recipe, target))
     with answer_store.locked():
         answered = answer_store.read(prompt.key for prompt in prompts)
@@ -210,7 +215,8 @@ def rendered(messages: Sequence[Message], tools: Any, ids_of: IdsOf, max_prompt:
         ids = ids_of(messages, tools)
     except TemplateError as error:
         return [], f"refused by the chat template: {error}"
-    return ids, "prompt too long" if len(ids) > max_prompt else ""
+    too_long = f"prompt too long: {len(ids):,} tokens; at most {max_prompt:,} leave room for max_new_tokens"
+    return ids, too_long if len(ids) > max_prompt else ""
 
 
 def seed_of(seed: int, key: str) -> int:

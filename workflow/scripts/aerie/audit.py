@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from .pages import render
@@ -11,10 +12,10 @@ SAMPLES = 12
 LONGEST = 4000  # tokens shown of one sample
 
 
-def page(title: str, stats: dict[str, Any], prepared: Prepared, tokenizer: Any) -> str:
-    """The page: the ledger by source, and some samples of each."""
+def page(title: str, stats: dict[str, Any], prepared: Prepared, tokenizer: Any, folder: Path) -> str:
+    """The page: the ledger by source, and some samples of each. folder: where it will lie, with the files that it names."""
     shown = [_shown(prepared, number, tokenizer) for number in pick(prepared)]
-    return render("audit.html.j2", title=title, stats=stats, samples=shown)
+    return render("audit.html.j2", title=title, stats=stats, samples=shown, folder=folder)
 
 
 def pick(prepared: Prepared) -> list[int]:
@@ -35,11 +36,11 @@ def pick(prepared: Prepared) -> list[int]:
 
 
 def _shown(prepared: Prepared, number: int, tokenizer: Any) -> dict[str, Any]:
-    sample, entry = prepared.sample(number), prepared.entries[number]
+    sample, entry, fate = prepared.sample(number), prepared.entries[number], prepared.fate_of(number)
     ids, mask = list(map(int, sample.input_ids)), list(map(int, sample.loss_mask))
     return {
         "key": sample.key,
-        "source": sample.source,
+        "place": f"{fate.file}:{fate.line}",
         "split": sample.split,
         "tokens": len(ids),
         "supervised": entry.supervised,

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .conversations import Conversation, Message
+from .conversations import Conversation, Message, count_roles
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -94,7 +94,7 @@ class Renderer:
             place for place, one in enumerate(messages) if one["role"] == "assistant" and ("tool_calls" in one or one["content"].strip())
         ]
         if not answers:
-            raise Unusable("no assistant turn with text")
+            raise Unusable(f"no assistant turn with text: found {count_roles(messages)}")
         if self.last_turn_only:
             answers = answers[-1:]
         texts = self._texts([messages[: place + 1] for place in answers], tools)

@@ -6,6 +6,7 @@ A row that cannot be used has a problem: "reason" or "reason: detail".
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,13 +84,13 @@ def read_row(row: Any, source: str, line: int) -> Conversation:
         if not isinstance(turns, list):
             raise _Problem(f"wrong type: the messages are a {type(turns).__name__}, expected a list")
         if not turns:
-            raise _Problem("no messages")
+            raise _Problem("no messages: the list is empty")
         messages = [_message(turn, number) for number, turn in enumerate(turns, 1)]
         _number_calls(messages)
         # An answer to nothing cannot be learned from: files split from longer conversations begin so.
         first = next((place for place, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None or not any(message["role"] == "user" and message["content"].strip() for message in messages):
-            raise _Problem("no user message with text")
+            raise _Problem(f"no user message with text: found {count_roles(messages)}")
         kept = [message for place, message in enumerate(messages) if place > first or message["role"] in ("system", "user")]
         notes = ("messages before the first user's left out",) * (len(messages) - len(kept))
         if isinstance(row.get("system"), str):
@@ -99,6 +100,12 @@ def read_row(row: Any, source: str, line: int) -> Conversation:
         return Conversation(source, line, kept, "", finished == "length", generated, _tools(row), notes=notes)
     except _Problem as problem:
         return Conversation(source, line, [], str(problem))
+
+
+def count_roles(messages: Sequence[Message]) -> str:
+    """The messages by role, for a person: "1 user, 2 assistant without text"."""
+    counts = Counter(message["role"] + " without text" * (not message["content"].strip()) for message in messages)
+    return ", ".join(f"{count} {role}" for role, count in counts.items())
 
 
 def with_system(messages: list[Message], prompt: str | None) -> list[Message]:
@@ -134,7 +141,7 @@ def _turns(row: dict[str, Any]) -> Any:
         return [turn if isinstance(turn, dict) else _said("user", turn) for turn in row["turns"]]
     for key in ("messages", "conversations"):
         if key in row:
-            raise _Problem("no messages")
+            raise _Problem(f"no messages: {key} is null")
     raise _Problem(f"unknown shape: keys {', '.join(sorted(map(str, row))) or 'none'}")
 
 

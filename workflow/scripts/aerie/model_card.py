@@ -46,9 +46,11 @@ def model_card(
         f"- trained {figures['epochs']} epochs, {figures['steps']:,} steps, {figures['tokens']:,} tokens; the weights are those of step "
         f"{figures['best_step']:,}, the best validation",
         f"- {coverage['draft_vocab_size']:,} of {coverage['target_vocab_size']:,} tokens in its vocabulary, which cover "
-        f"{coverage['coverage']:.2%} of the supervised tokens",
+        f"{coverage['coverage']:.2%} of the train split's supervised tokens",
         "",
         "## Data",
+        "The train split, by source:",
+        "",
         "| source | supervised tokens | in the vocabulary |",
         "| --- | --- | --- |",
         *(f"| {source} | {own['supervised_tokens']:,} | {own['coverage']:.2%} |" for source, own in coverage["by_source"].items()),

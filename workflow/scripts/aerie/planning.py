@@ -47,6 +47,7 @@ _NAMES = {
 }
 _MOST_BYTES_HASHED = 2**28  # a second; larger files leave a plan "unknown until"
 _MANIFESTS_LOOKED_AT = 50
+_LONGEST_VALUE = 60  # characters of a setting that a line shows
 _INPUT = "an input is made anew"
 
 
@@ -404,13 +405,15 @@ class Planner:
 
     def _run_lines(self, run: Run) -> Iterator[str]:
         head = f"run {run.run}: target {run.target}, dataset {run.dataset}, draft {run.draft}"
-        forecasts = [(stage, self.forecast((stage, name))) for stage, name in self.plan.steps(run)]
+        forecasts = [(step, self.forecast(step)) for step in self.plan.steps(run)]
         if all(forecast.verdict == "nothing" for _, forecast in forecasts):
             yield f"{head}: nothing to do"
         else:
             yield head
-            for stage, forecast in forecasts:
-                yield f"  {stage:22} {forecast.verdict:8} {forecast.why}".rstrip()
+            for (stage, name), (verdict, why) in forecasts:
+                if stage == "fetch_package_file":  # a run has several
+                    why = ": ".join(filter(None, [name, why]))
+                yield f"  {stage:22} {verdict:8} {why}".rstrip()
         step = ("extract_hidden_states", f"{run.target}/{run.dataset}/{self.plan.capture(run)}")
         if not self.plan.trains(run):
             return
@@ -439,8 +442,10 @@ class Planner:
         )
         extractions = {step: self.extraction(step) for step in steps if step[0] == "extract_hidden_states" and step in self.jobs}
         needed, free = sum(found.missing_bytes for found in extractions.values() if found), free_bytes(self.store)
-        more = ", and what is unknown yet" if None in extractions.values() else ""
-        yield f"hidden states to write: {size_text(needed)}{more}; free on the disk of {self.store}: {size_text(free)}"
+        to_write = size_text(needed)
+        if None in extractions.values():
+            to_write = f"{to_write}, and what is not known yet" if needed else "not known yet"
+        yield f"hidden states to write: {to_write}; free on the disk of {self.store}: {size_text(free)}"
         if needed > free:
             yield f"WARNING: the disk is {size_text(needed - free)} short; the extraction will refuse to begin"
         for words, wanted in (("to run", "run"), ("more where unknown stages have to run", "unknown")):
@@ -448,17 +453,29 @@ class Planner:
             if timed:
                 known = [seconds for seconds in timed.values() if seconds is not None]
                 unmeasured = sorted({stage for (stage, _), seconds in timed.items() if seconds is None})
-                rest = f"; no measured rate yet for {', '.join(unmeasured)}" if unmeasured else ""
-                yield f"time {words}: {duration(sum(known))}, one job after the other, at measured rates{rest}"
+                measured = f"{'at least ' if unmeasured else ''}{duration(sum(known))}, one job after the other, at measured rates"
+                rest = f"no measured rate yet for {', '.join(unmeasured)}" if unmeasured else ""
+                yield f"time {words}: {'; '.join(filter(None, [measured if known else 'not known', rest]))}"
 
 
 def differences(before: Any, now: Any, path: str = "") -> list[str]:
-    """What differs between two settings, as "name.of.setting old → new"."""
+    """What differs between two settings, as "name.of.setting old → new"; long values are cut."""
     if isinstance(before, dict) and isinstance(now, dict):
         names = sorted({*before, *now})
         parts = [differences(before.get(name), now.get(name), f"{path}.{name}" if path else name) for name in names]
         return [line for part in parts for line in part]
-    return [] if before == now else [f"{path} {json.dumps(before, ensure_ascii=False)} → {json.dumps(now, ensure_ascii=False)}"]
+    if before == now:
+        return []
+    if isinstance(before, list) and isinstance(now, list) and any(isinstance(one, dict) for one in [*before, *now]):
+        if len(before) != len(now):
+            return [f"{path} {len(before)} → {len(now)} entries"]
+        return [line for number, pair in enumerate(zip(before, now, strict=True)) for line in differences(*pair, f"{path}[{number}]")]
+    return [f"{path} {_value(before)} → {_value(now)}"]
+
+
+def _value(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
 
 
 def _plain(reason: str) -> str:

@@ -94,6 +94,11 @@ class Prepared:
             self._ids[begin:end].tolist(), self._mask[begin:end].tolist(), self.sources[entry.source], self.chosen.get(number, "train")
         )
 
+    def fate_of(self, number: int) -> Fate:
+        """The row that a sample came from."""
+        # Samples are numbered in the order of their rows; of rows that begin at one number, the last is that with samples.
+        return self.fates[bisect_right(self.fates, number, key=lambda fate: fate.samples.start) - 1]
+
     def samples(self) -> Iterator[Sample]:
         """The chosen samples in canonical order."""
         return map(self.sample, self.chosen)
@@ -250,7 +255,7 @@ class Worker:
         if not kept:
             first = min((one.loss_mask.index(1) + 1 for one in rendered if any(one.loss_mask)), default=0)
             if not first:
-                raise Unusable("no supervised token")
+                raise Unusable(f"no supervised token: of the {sum(len(one.loss_mask) for one in rendered)} tokens, none has 1 in the mask")
             raise Unusable(f"no supervised token within max_length: the first is token {first}, max_length is {most}")
         turns = [one.turns if len(one.input_ids) <= most else count_turns(one.loss_mask[:most]) for one in kept]
         return [Sample(one.input_ids[:most], one.loss_mask[:most], "") for one in kept], turns, notes
@@ -302,13 +307,12 @@ def choose(prepared: Prepared, sources: Sequence[Source], validation_share: floa
             mixed.append(number)
     prepared.chosen = limit(split(mixed, entries, validation_share), max_samples)
     within = set(mixed)
-    starts = [fate.samples.start for fate in prepared.fates]  # ascending; of equal ones, the last is the row with the samples
     for place, fate in enumerate(prepared.fates):
         if not fate.samples or any(number in prepared.chosen for number in fate.samples):
             continue
         own = [number for number in fate.samples if number not in twin_of]
         if not own:
-            twin = prepared.fates[bisect_right(starts, twin_of[fate.samples.start]) - 1]
+            twin = prepared.fate_of(twin_of[fate.samples.start])
             reason, detail = "duplicate", f"same as {twin.file}:{twin.line}"
         elif any(number in within for number in own):
             reason, detail = "not chosen", f"beyond max_samples of {max_samples} for the whole dataset"

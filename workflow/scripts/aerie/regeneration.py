@@ -196,7 +196,7 @@ def fault_of(answer: str, finish_reason: str) -> tuple[str, str]:
     if finish_reason == "special":
         return "special tokens", "the answer holds special tokens, which its text does not show"
     if not answer.strip():
-        return "empty answer", ""
+        return "empty answer", f"{len(answer)} characters of white space" if answer else "the target ended its answer at once"
     loop = find_loop(answer)
     if loop:
         return "repeats itself", f"ends in a repetition of {loop!r}"
@@ -322,3 +322,15 @@ def figures_of(prompts: int, responses: Sequence[Response], rejected: Sequence[R
         "dropped": dict(sorted(Counter(one.reason for one in rejected if not one.kept_turns).items())),
         "shortened": dict(sorted(Counter(one.reason for one in rejected if one.kept_turns).items())),
     }
+
+
+def cut_off_warning(figures: dict[str, Any]) -> str:
+    """What to say where more than half of the answers reached the token limit, whether these were kept or not; else ""."""
+    dropped = figures["dropped"].get("cut off", 0)
+    cut, answered = figures["cut_off"] + dropped, figures["kept"] + dropped
+    if cut <= answered / 2:
+        return ""
+    return (
+        f"WARNING: {cut:,} of {answered:,} answers reached regenerate.max_new_tokens and were cut off. The draft then hardly learns how "
+        "answers go on and end. Raise max_new_tokens (and max_length with it), unless time is what you are short of."
+    )

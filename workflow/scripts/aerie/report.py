@@ -72,10 +72,21 @@ def summary_rows(runs: Iterable[RunResults]) -> list[tuple[str, ...]]:
                 shares(one.acceptance.get("accepted_per_position")),
                 whole(speeds.get("baseline")),
                 whole(speeds.get("draft")),
-                decimal(one.acceptance.get("speed_up"), 2),
+                _speed_up(one, "draft", one.acceptance.get("speed_up")),
             )
         )
     return rows
+
+
+def _speed_up(one: RunResults, engine: str, speed_up: float | None) -> str:
+    """A speed-up, with a mark if it cannot be."""
+    return decimal(speed_up, 2) + (" (!)" if _is_impossible(one, engine, speed_up) else "")
+
+
+def _is_impossible(one: RunResults, engine: str, speed_up: float | None) -> bool:
+    """Whether a speed-up is above the engine's acceptance length: a step takes at least as long as one of a single token."""
+    greedy = [row for row in one.acceptance.get("acceptance") or [] if row["engine"] == engine and row["temperature"] == 0]
+    return bool(greedy) and speed_up is not None and speed_up > greedy[0]["acceptance_length"]
 
 
 def _bounds(found: dict[str, Any]) -> str:
@@ -86,7 +97,7 @@ def _bounds(found: dict[str, Any]) -> str:
 
 def summary_text(runs: Sequence[RunResults]) -> str:
     """The summary as an aligned table for a terminal, with what its columns mean and what it says about speed below."""
-    return "\n".join([*aligned([SUMMARY_HEADER, *summary_rows(runs)]), SUMMARY_LEGEND, *verdicts(runs)]) + "\n"
+    return "\n".join([*aligned([SUMMARY_HEADER, *summary_rows(runs)]), SUMMARY_LEGEND, *verdicts(runs), *doubts(runs)]) + "\n"
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:
@@ -116,6 +127,23 @@ def verdicts(runs: Iterable[RunResults]) -> list[str]:
             text += " By requests at once: " + ", ".join(f"{row['batch_size']}: x {row['speed_up']:.2f}" for row in others) + "."
         found.append(text)
     return found
+
+
+def doubts(runs: Iterable[RunResults]) -> list[str]:
+    """One sentence where speed-ups, marked (!) in the tables, are above what the acceptance allows."""
+    marked = [
+        f"{one.run} ({ENGINE_NAMES[row['engine']]}, {row['batch_size']} at once): x {row['speed_up']:.2f}"
+        for one in runs
+        for row in one.acceptance.get("speed") or []
+        if _is_impossible(one, row["engine"], row["speed_up"])
+    ]
+    if not marked:
+        return []
+    return [
+        f"(!) A speed-up cannot be above the acceptance length, as it is here: {'; '.join(marked)}. The machine was busy with something "
+        "else while it was timed, most likely without a draft. The store (results/.store by default) keeps that timing: to measure again, "
+        "delete `baselines` and `evaluate_draft` in it and give `snakemake --forcerun evaluate_draft`."
+    ]
 
 
 def tables(runs: Sequence[RunResults]) -> list[Table]:
@@ -161,7 +189,7 @@ def _speed(runs: Sequence[RunResults]) -> Table:
                     ENGINE_NAMES[row["engine"]],
                     whole(row["batch_size"]),
                     decimal(row["tokens_per_second"], 1),
-                    decimal(row["speed_up"], 2),
+                    _speed_up(one, row["engine"], row["speed_up"]),
                     decimal(first["median"], 1),
                     decimal(first["p90"], 1),
                     decimal(rest["median"], 1),
@@ -212,9 +240,8 @@ def _rejections(runs: Iterable[RunResults]) -> Table:
         for reason, count in sorted((one.stats.get("rejected") or {}).items()):
             found[name, reason] = (name, reason, whole(count))
     rows = [found[place] for place in sorted(found)]
-    return Table(
-        "rejections", "Left out of the datasets", ("dataset", "reason", "rows"), rows, "Each row and its reason is in rejects.jsonl."
-    )
+    caption = "Each row, its reason and what was found are in results/datasets/…/rejects.jsonl and results/regenerated/…/rejects.jsonl."
+    return Table("rejections", "Left out of the datasets", ("dataset", "reason", "rows"), rows, caption)
 
 
 def computed(runs: Iterable[RunResults]) -> list[tuple[str, str, Manifest]]:
@@ -278,6 +305,7 @@ def page(runs: Sequence[RunResults]) -> str:
         "report.html.j2",
         summary=Table("runs", "Runs", SUMMARY_HEADER, summary_rows(runs), ""),
         verdicts=verdicts(runs),
+        doubts=doubts(runs),
         slower=any((one.acceptance.get("speed_up") or 1) < 1 for one in runs),
         missing=[(one.run, ", ".join(one.missing)) for one in runs if one.missing],
         plots=[(plot, Markup(_labelled(plot))) for plot in plots(runs)],
