@@ -331,7 +331,7 @@ class Ours:
         from aerie.checkpoints import seed_everything
         from aerie.draft_attention import attention_for
         from aerie.draft_model import DraftShape, build_draft
-        from aerie.fusion import fuse_modules
+        from aerie.gpu_speed import fuse_modules
         from aerie.hidden_states import StatesIndex
         from aerie.ranks import ALONE
         from aerie.samples import load_samples

@@ -15,6 +15,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import AttentionInterface
 
+from .gpu_speed import sent
+
 PACKED_ATTENTION = "aerie_packed"
 FLEX_ATTENTION = "aerie_flex"
 BLOCK = 128  # rows: flex attention's
@@ -61,13 +63,13 @@ def _block_mask(last: torch.Tensor, first: torch.Tensor, keys: int, device: torc
     end = start + BLOCK - 1
     some = (end >= first_of.amin(1)[:, None]) & (start <= last_of.amax(1)[:, None])
     full = (start >= first_of.amax(1)[:, None]) & (end <= last_of.amin(1)[:, None])
-    seen_first, seen_last = first.to(device), last.to(device)
+    seen_first, seen_last = sent(first, device), sent(last, device)
 
     def sees(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (key >= seen_first[query]) & (key <= seen_last[query])
 
-    made = BlockMask.from_kv_blocks(*_listed(some & ~full), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(queries, keys))
-    return made.to(device)
+    listed = [sent(part, device) for part in (*_listed(some & ~full), *_listed(full))]
+    return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(queries, keys))
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ from speculators.models.eagle3 import Eagle3DraftModel
 from transformers import DynamicCache
 
 from .draft_attention import BLOCK, FLEX_ATTENTION, Packing
-from .fusion import fused
+from .gpu_speed import fused, sent
 
 # Rows whose logits are computed at a time: on a CPU, so many as fit into its cache.
 _HEAD_ROWS = {"cpu": 128, "cuda": 2048}
@@ -123,9 +123,9 @@ def supervised_loss(
     packing = Packing(batch["document_ids"][0].cpu(), later, window)
     if flex:
         packing.with_masks(device)
-    # Indices are made on the CPU: to ask the GPU how many rows there are would wait for all that it still has to do.
+    # Indices are made on the CPU: to ask the GPU how many rows there are would wait, too.
     rows_now = torch.arange(packing.rows)
-    later_rows, judged_rows = later.to(device, non_blocking=True), supervised.to(device, non_blocking=True)
+    later_rows, judged_rows = sent(later, device), sent(supervised, device)
     hidden_states, tokens, positions, last_states = (
         batch[name].to(device, non_blocking=True) for name in ("hidden_states", "input_ids", "position_ids", "verifier_last_hidden_states")
     )
@@ -145,7 +145,7 @@ def supervised_loss(
         if model.config.norm_output:
             hidden_states = normed
         starts = judged_rows - step
-        drafted = normed[0, torch.searchsorted(rows_now, supervised - step).to(device, non_blocking=True)].to(dtype)
+        drafted = normed[0, sent(torch.searchsorted(rows_now, supervised - step), device)].to(dtype)
         divergence, best = _HeadDivergence.apply(drafted, head, probabilities, negentropy)
         divergence_sum = divergence.sum()
         loss = loss + ttt_step_loss_decay**step * divergence_sum / (len(supervised) + _LOSS_REDUCTION_EPS)

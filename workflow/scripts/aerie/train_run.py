@@ -14,7 +14,7 @@ from .cpu_memory import keep_freed_memory
 from .draft_attention import attention_for
 from .draft_model import DraftShape, aux_columns, build_draft, export_draft, norm_gain, start_from
 from .errors import AerieError
-from .fusion import fuse_modules
+from .gpu_speed import fuse_modules
 from .keys import draft_digest
 from .ranks import ALONE, Ranks, run_in_ranks
 from .training import DraftTrainer, TrainingSettings, pick_device

@@ -1,4 +1,5 @@
-"""On a GPU, what lies between matrix products is compiled into few kernels: one by one, they take as long as the products.
+"""What keeps a GPU busy: between matrix products few compiled kernels instead of many, which take as long as the products;
+and copies that nothing waits for.
 
 On a CPU nothing is compiled, which would take a C++ compiler and longer than small work.
 """
@@ -30,3 +31,8 @@ def fuse_modules(model: torch.nn.Module, device: torch.device) -> None:
         for module in model.modules():
             if type(module).__name__.endswith(_FUSED):
                 module.compile(dynamic=True)
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device. Memory that is not pinned would wait for all that a GPU still has to do."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
