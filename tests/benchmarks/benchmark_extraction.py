@@ -1,18 +1,20 @@
 #!/usr/bin/env python
-"""How much slower is capturing hidden states than the prefill that computes them? On a CPU or a GPU, in one process tree.
+r"""How much slower is capturing hidden states than the prefill that computes them? On a CPU or a GPU, in one process tree.
 
     python tests/benchmarks/benchmark_extraction.py --shape llama-8b --out FOLDER
-    python tests/benchmarks/benchmark_extraction.py --target MODEL_FOLDER --out FOLDER        (real weights)
+    python tests/benchmarks/benchmark_extraction.py --target MODEL_FOLDER --out FOLDER --dtype float32 \
+        --stored-dtype float32 --lengths 20 400 --prompts 200 --with transformers             (real weights; a CPU)
 
 Variants, each an engine in a process of its own that is loaded once; repeats alternate between them:
 
-    base          vLLM alone: LLM.generate, one token each, as vLLM sets itself up (eager, no prefix caching)
+    base          vLLM alone: LLM.generate, one token each, as vLLM sets itself up (eager, no prefix caching); on a CPU in
+                  one process, as Aerie has it, since a process of its own leaves a core without work
     aerie         this repository's extraction: engine_vllm, capture_connector, shard_writer; fsync is in the time
     example       vLLM's ExampleHiddenStatesConnector, until every file is whole and on disk (needs a GPU)
     transformers  this repository's transformers engine, at the best of several batch sizes, on every tenth prompt
                   (--with transformers: once, when the others have ended)
 
-The prompts are 800 of 200 to 2,048 random tokens, longest first, the same for all. Writes results.json after every
+The prompts are random tokens, longest first, the same for all. Writes results.json after every
 repeat, a log for each variant, and prints a table.
 
 Time: the engines import together and load one after the other. A repeat is not begun when it would end after
@@ -106,7 +108,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_act": "silu",
     },
 }
-_SHORTEST, _LONGEST = 200, 2048
 _WARM_UP = 16  # prompts, the longest: kernels are compiled and memory is taken
 _TOUCHED = 40 * 2**30
 _BATCH_TOKENS = (1, 4096, 16384, 65536)  # of transformers; 1: sample by sample
@@ -120,6 +121,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for results.json and logs")
     parser.add_argument("--disk", type=Path, help="folder to write states below (default: a temporary one; /dev/shm for memory)")
     parser.add_argument("--prompts", type=int, default=800)
+    parser.add_argument("--lengths", type=int, nargs=2, default=[200, 2048], metavar=("MIN", "MAX"), help="tokens of a prompt")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--max-seconds", type=float, default=330)
     parser.add_argument("--stored-dtype", default="bfloat16")
@@ -150,6 +152,7 @@ class Benchmark:
             "stored_dtype": args.stored_dtype,
             "tensor_parallel": args.tensor_parallel,
             "prompts": args.prompts,
+            "lengths": args.lengths,
             "share": round(0.88 / len(self.names), 3),  # of the GPU's memory
         }
         self.results: dict[str, Any] = {
@@ -202,7 +205,7 @@ class Benchmark:
         """Takes fewer prompts where the states of all would not fit."""
         config = json.loads((Path(self.job["folder"]) / "config.json").read_text())
         token = 4 * config.get("text_config", config)["hidden_size"] * (4 if self.args.stored_dtype == "float32" else 2)
-        fitting = int(0.8 * shutil.disk_usage(self.scratch).free / (token * (_SHORTEST + _LONGEST) / 2))
+        fitting = int(0.8 * shutil.disk_usage(self.scratch).free / (token * sum(self.args.lengths) / 2))
         if fitting < self.args.prompts:
             say(f"{self.scratch} has room for the states of {fitting} prompts: that many are taken")
             self.job["prompts"] = fitting
@@ -265,7 +268,7 @@ def start(name: str, job: dict[str, Any]) -> Answer:
 
 def prepare_imports(name: str) -> None:
     """The slow part of starting, done by all variants at once."""
-    if name == "aerie":
+    if name == "aerie" or not Path("/proc/driver/nvidia/version").exists():
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import torch
 
@@ -300,7 +303,7 @@ def make_prompts(job: dict[str, Any]) -> list[list[int]]:
     config = json.loads((Path(job["folder"]) / "config.json").read_text())
     vocabulary = config.get("text_config", config)["vocab_size"]
     rng = np.random.default_rng(0)
-    lengths = sorted(rng.integers(_SHORTEST, _LONGEST + 1, job["prompts"]).tolist(), reverse=True)
+    lengths = sorted(rng.integers(job["lengths"][0], job["lengths"][1] + 1, job["prompts"]).tolist(), reverse=True)
     return [rng.integers(10, vocabulary, length).tolist() for length in lengths]
 
 
@@ -323,14 +326,14 @@ def engine_options(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def vllm_options(job: dict[str, Any]) -> dict[str, Any]:
-    """What `engine_vllm` gives to vLLM, without the capture and with vLLM's own processes."""
+    """What `engine_vllm` gives to vLLM, without the capture, and on a GPU with vLLM's own processes."""
     from aerie.vllm_options import common_options
 
     mine = make_job(job)
     options = common_options(mine.target, {"tensor_parallel": mine.tensor_parallel, "engine_options": engine_options(job)})
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if job["gpu"] else "0"
     fixed = {"dtype": job["dtype"], "enable_prefix_caching": False, "enforce_eager": True, "disable_log_stats": True}
-    return options | fixed | {"max_model_len": _LONGEST + 8, "skip_tokenizer_init": True}
+    return options | fixed | {"max_model_len": job["lengths"][1] + 8, "skip_tokenizer_init": True}
 
 
 def prepare_base(job: dict[str, Any], **capture: Any) -> Callable[[list[list[int]]], dict[str, Any]]:
@@ -416,7 +419,7 @@ def prepare_aerie(job: dict[str, Any]) -> Callable[[list[list[int]]], dict[str, 
 
     mine = make_job(job)
     store = HiddenStateStore(Path(job["disk"]) / "store", mine.capture_key)
-    llm = engine_vllm.load(mine, _LONGEST, store)
+    llm = engine_vllm.load(mine, job["lengths"][1], store)
     before: dict[str, float] = {}
 
     def run(prompts: list[list[int]]) -> dict[str, Any]:
