@@ -20,25 +20,26 @@ _ORDER = (*_SHARED, "map_vocabulary", "train_draft", "evaluate_draft")
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
+# What decides first: a phone shows the beginning of a row.
 SUMMARY_HEADER = (
     "run",
-    "target",
-    "samples",
-    "tokens",
-    "coverage",
-    "simulated",
     "accept. length",
     "95 %",
-    "by position",
+    "speed-up",
     "tok/s without",
     "tok/s with",
-    "speed-up",
+    "by position",
+    "simulated",
+    "coverage",
+    "samples",
+    "tokens",
+    "target",
 )
 
 SUMMARY_LEGEND = (
-    "coverage: share of the train split's supervised tokens that the draft's vocabulary has; simulated, accept. length: tokens a step "
-    "of the target (1: the draft is no help), in training's validation and served, with its 95 % confidence; by position: share of steps "
-    "that accepted the draft up to its 1st, 2nd, … token"
+    "accept. length, simulated: tokens a step of the target (1: the draft is no help), served, with its 95 % confidence, and in "
+    "training's validation; by position: share of steps that accepted the draft up to its 1st, 2nd, … token; coverage: share of the "
+    "train split's supervised tokens that the draft's vocabulary has"
 )
 
 
@@ -62,17 +63,17 @@ def summary_rows(runs: Iterable[RunResults]) -> list[tuple[str, ...]]:
         rows.append(
             (
                 one.run,
-                one.target,
-                whole(one.stats.get("samples")),
-                whole(one.stats.get("tokens")),
-                percent(one.coverage.get("coverage")),
-                decimal(one.validation.get("acceptance_length"), 3),
                 decimal(one.acceptance.get("acceptance_length"), 3),
                 _bounds(one.acceptance),
-                shares(one.acceptance.get("accepted_per_position")),
+                _speed_up(one, "draft", one.acceptance.get("speed_up")),
                 whole(speeds.get("baseline")),
                 whole(speeds.get("draft")),
-                _speed_up(one, "draft", one.acceptance.get("speed_up")),
+                shares(one.acceptance.get("accepted_per_position")),
+                decimal(one.validation.get("acceptance_length"), 3),
+                percent(one.coverage.get("coverage")),
+                whole(one.stats.get("samples")),
+                whole(one.stats.get("tokens")),
+                one.target,
             )
         )
     return rows
@@ -303,7 +304,7 @@ def page(runs: Sequence[RunResults]) -> str:
     """The whole page."""
     return render(
         "report.html.j2",
-        summary=Table("runs", "Runs", SUMMARY_HEADER, summary_rows(runs), ""),
+        summary=Table("runs", "Runs", SUMMARY_HEADER, summary_rows(runs), "", first_number=1),
         verdicts=verdicts(runs),
         doubts=doubts(runs),
         slower=any((one.acceptance.get("speed_up") or 1) < 1 for one in runs),
