@@ -95,4 +95,4 @@ def test_the_results_are_complete_and_consistent(finished):
         assert {"stage", "key", "settings", "inputs", "files", "versions", "seconds"} <= set(manifest)
         assert all({"sha256", "bytes"} == set(entry) for entry in manifest["files"].values())
     assert "<svg" in (results / "report.html").read_text()
-    assert re.search(r"^a +tiny +", (results / "summary.txt").read_text(), re.MULTILINE)
+    assert re.search(r"^a +\d\.\d{3} .* tiny$", (results / "summary.txt").read_text(), re.MULTILINE)
