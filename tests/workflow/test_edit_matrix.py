@@ -43,13 +43,23 @@ class Edited:
             shutil.copytree(ROOT / name, self.root / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "Snakefile", self.root)
 
-    def edit_script(self, name, before, after):
+    def script(self, name):
+        """A script of this test's own copy of the workflow."""
         if self.root == ROOT:
             self.checkout()
-        path = self.root / "workflow/scripts" / name
+        return self.root / "workflow/scripts" / name
+
+    def edit_script(self, name, before, after):
+        path = self.script(name)
         text = path.read_text()
         assert text.count(before) == 1
         path.write_text(text.replace(before, after))
+
+    def raise_version(self, name):
+        path = self.script(name)
+        text, count = re.subn(r"(?m)^VERSION = (\d+)$", lambda found: f"VERSION = {int(found[1]) + 1}", path.read_text())
+        assert count == 1
+        path.write_text(text)
 
     def rows(self):
         return [json.loads(line) for line in (self.folder / "talk.jsonl").read_text().splitlines()]
@@ -105,11 +115,11 @@ def reformat(edit):
 
 
 def raise_version(edit):
-    edit.edit_script("prepare_dataset.py", "VERSION = 3", "VERSION = 4")
+    edit.raise_version("prepare_dataset.py")
 
 
 def raise_version_with_effect(edit):
-    edit.edit_script("map_vocabulary.py", "VERSION = 2", "VERSION = 3")
+    edit.raise_version("map_vocabulary.py")
     edit.edit_script("map_vocabulary.py", "choose_tokens(counts, size,", "choose_tokens(counts, size - 1,")
 
 
