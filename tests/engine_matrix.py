@@ -84,8 +84,8 @@ def build(release: str, folder: Path, python: Path, log: TextIO) -> None:
     options = ["--quiet", "--no-annotate", "--no-header", "--overrides", str(ENVS / "overrides.txt"), "-o", str(folder / "lock.txt")]
     uv(log, "pip", "compile", str(folder / "wanted.in"), "--python", sys.executable, *options)
     if not python.exists():
-        uv(log, "venv", "--quiet", "--python", sys.executable, str(folder / "venv"))
-    uv(log, "pip", "sync", "--quiet", "--compile-bytecode", "--python", str(python), str(folder / "lock.txt"))
+        uv(log, "venv", "--quiet", "--seed", "--python", sys.executable, str(folder / "venv"))
+    uv(log, "pip", "install", "--quiet", "--compile-bytecode", "--python", str(python), "--no-deps", "-r", str(folder / "lock.txt"))
 
 
 def uv(log: TextIO, *arguments: str) -> None:

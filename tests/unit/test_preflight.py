@@ -18,7 +18,7 @@ from aerie import checks_engine, cli, preflight, provenance
 from aerie.errors import AerieError
 from aerie.preflight import Subject, examine
 from aerie.targets import Target, fingerprint
-from checkout import SCRIPTS
+from checkout import ROOT, SCRIPTS
 from families import CONFIGS, make_family
 from real_files import archive
 from tiny_targets import HIDDEN_SIZE, VOCAB_SIZE, make_tiny_deepseek_v3, make_tiny_llama
@@ -81,11 +81,19 @@ class Case:
         return {row.check: row for row in examine(self.subject(), chosen)}
 
 
+def not_locked() -> set[str]:
+    """The check that rightly warns where another vLLM than the lock's is installed (make test-engines)."""
+    locks = "".join((ROOT / "envs" / f"{platform}.txt").read_text() for platform in ("cpu", "cuda"))
+    return (
+        set() if any(f"{name}=={version} " in locks for name, version in provenance.versions().items() if "vllm" in name) else {"versions"}
+    )
+
+
 @pytest.mark.parametrize("make", [make_tiny_llama, make_tiny_deepseek_v3])
 def test_no_false_alarm(make, tmp_path):
     case = Case(make(tmp_path / "target"))
     found = case.rows()
-    assert {row.verdict for row in found.values()} == {"ok"} and len(found) == len(preflight.checks()) - 1, found
+    assert {row.check for row in found.values() if row.verdict != "ok"} == not_locked() and len(found) == len(preflight.checks()) - 1, found
     assert "one row a conversation" in found["chat template"].found
     assert "[2, 4, 5] of 8 layers" in found["layer ids"].found
     assert "about 1 samples" in found["disk"].found
@@ -114,7 +122,7 @@ def test_no_false_alarm_on_a_family(name, tmp_path):
     """Only what is true is warned of: here is no GPU, and none of the weights."""
     found = family_case(tmp_path, name).rows()
     assert not [row for row in found.values() if row.verdict == "failed"], found
-    assert {row.check for row in found.values() if row.verdict == "warning"} == {"device", "gpus", "weight files"}
+    assert {row.check for row in found.values() if row.verdict == "warning"} == {"device", "gpus", "weight files"} | not_locked()
     assert LAYERS_AT.get(name, "model.layers") in found["architecture"].found
     assert SIGNATURES.get(name, "(positions, hidden_states, residual") in found["decoder layer"].found
     assert "called with (" in found["decoder layer"].found
