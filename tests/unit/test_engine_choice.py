@@ -41,6 +41,7 @@ def test_a_chosen_engine_is_taken_and_auto_gives_the_same_states(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.engines
 def test_every_class_of_vllm_agrees():
     import vllm
     from vllm import ModelRegistry

@@ -19,6 +19,7 @@ from aerie.extraction import Job, SampleSet
 from aerie.hidden_states import HiddenStateStore, read_shard
 from aerie.targets import Target
 from families import CONFIGS
+from known_faults import skip_where
 
 pytestmark = pytest.mark.long
 _MISTRAL = {
@@ -71,6 +72,8 @@ FAMILIES = {name: CONFIGS[name] for name in ("llama-3.1-8b", "qwen3-8b", "qwen3-
     "mistral-7b": _MISTRAL,
     "deepseek-v2-llama-4-scaling": _DEEPSEEK_V2,
 }
+# One of each kind: dense, mixtures of experts, sliding windows, latent attention, a wrapper.
+ENGINES = ("llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v3", "kimi-k2.5")
 LAYER_IDS = (1, 2, 3, 4)
 PROMPTS = (1, 33, 150, 300)  # tokens
 
@@ -141,8 +144,10 @@ def check(job: Job, extract: Any, model: Any, folder: Path) -> None:
             assert error <= 1e-5 if other == layer else error > 0.05, (layer, other, error)  # one layer off is far off
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.engines] if name in ENGINES else []) for name in FAMILIES])
 def test_vllm(name, tmp_path):
+    if name == "gpt-oss-20b":
+        skip_where("sinks")
     target, model = make_twin(tmp_path / "target", FAMILIES[name])
     assert choose_engine(target)[0] == "vllm"
     norm_latents_as_vllm(model)
@@ -153,7 +158,7 @@ def test_vllm(name, tmp_path):
     check(Job(target, LAYER_IDS, "float32", "float32", "vllm", "cpu", 1, {"max_num_seqs": 8}), engine_vllm.extract, model, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", pytest.param("deepseek-v3", marks=pytest.mark.engines)])
 def test_vllm_on_two_ranks(name, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     target, model = make_twin(tmp_path / "target", FAMILIES[name])

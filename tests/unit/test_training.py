@@ -28,6 +28,7 @@ from aerie.training import DraftTrainer, TrainingSettings
 from aerie.training_data import DraftSamples, PackOrder, ShardTransfer, batches, rows_of, step_counts, supervised_counts
 from aerie.validation import TargetHead, count_hits, walk
 from checkout import SCRIPTS
+from known_faults import skip_where
 from tiny_targets import MAX_POSITIONS, VOCAB_SIZE
 from training_problem import LAYERS, RUNTIME, SETTINGS, make_problem
 
@@ -760,6 +761,7 @@ if __name__ == "__main__":
 def served(problem, draft: Path, tmp_path: Path) -> tuple[list, list[list[int]], list[float]]:
     """(expected answers, vLLM's with the draft, accepted at each position) on the validation split."""
     pytest.importorskip("vllm")
+    skip_where("speculation")
     (tmp_path / "serve.py").write_text(SERVE)
     chosen = [row["input_ids"] for row in problem.samples if row["split"] == "validation"]
     prompts = json.dumps([ids[:8] for ids in chosen])

