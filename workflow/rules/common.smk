@@ -31,17 +31,14 @@ from aerie.targets import PATTERNS
 put_on_path(Path(sys.executable).parent, Path(SCRIPTS), Path(workflow.basedir) / "envs")
 
 
-def get_configuration_name():
-    """The configuration's files, and what the command line set beside them."""
-    files = workflow.config_settings.configfiles or workflow.configfiles
-    return [os.path.relpath(file) for file in files], dict(
-        workflow.config_settings.config
-    )
-
-
 update_config(config, typed_values(workflow.config_settings.config))
+# The configuration's files, and what the command line set beside them.
+FILES = [
+    os.path.relpath(file)
+    for file in workflow.config_settings.configfiles or workflow.configfiles
+]
+GIVEN = dict(workflow.config_settings.config)
 try:
-    FILES, GIVEN = get_configuration_name()
     SCHEMA = Path(workflow.basedir) / "workflow/schemas/config.schema.yaml"
     check_config(config, SCHEMA, list(map(Path, FILES)), GIVEN)
     validate(config, schema=str(SCHEMA))  # sets the defaults
@@ -132,9 +129,7 @@ def prepare_run():
     """Notes in the store that this configuration uses it, before the first job does; sets files of the future to now."""
     if not is_utility():
         try:
-            register(
-                Path(config["store"]), *get_configuration_name(), PLAN.recipe_names()
-            )
+            register(Path(config["store"]), FILES, GIVEN, PLAN.recipe_names())
         except AerieError as error:
             raise WorkflowError(str(error))
         end_future(Path("results"), Path(config["store"]))

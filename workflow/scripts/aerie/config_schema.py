@@ -1,7 +1,6 @@
 """The configuration against its schema: every fault with its place, what was found and expected, and the nearest known key."""
 
 import difflib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import yaml
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
-from .errors import AerieError
+from .errors import AerieError, shown
 
 Rule = Mapping[str, Any]
 Keys = tuple[str | int, ...]  # the way to a value: keys, and places in lists
@@ -60,7 +59,7 @@ def _faults(error: ValidationError, rules: Rule) -> Iterator[tuple[Keys, str]]:
     elif error.validator == "required":
         for name in rule["required"]:
             if name not in found:
-                yield (*keys, name), f"missing; expected {expected(rule['properties'][name])}"
+                yield (*keys, name), f"missing; expected {_expected(rule['properties'][name])}"
     elif error.validator == "oneOf":
         names = [each["required"][0] for each in rule["oneOf"]]
         beside = rule["dependentRequired"]
@@ -71,14 +70,14 @@ def _faults(error: ValidationError, rules: Rule) -> Iterator[tuple[Keys, str]]:
         for name, others in rule["dependentRequired"].items():
             for other in others:
                 if name in found and other not in found:
-                    yield (*keys, other), f"missing beside {name}; expected {expected(rule['properties'][other])}"
+                    yield (*keys, other), f"missing beside {name}; expected {_expected(rule['properties'][other])}"
     elif "propertyNames" in error.absolute_schema_path:
-        yield (*keys, found), f"not a name for this; expected {expected(rule)}"
+        yield (*keys, found), f"not a name for this; expected {_expected(rule)}"
     else:
-        yield keys, f"found {_shown(found)}; expected {expected(rule)}{_hint(found, rule)}"
+        yield keys, f"found {shown(found, _LONGEST)}; expected {_expected(rule)}{_hint(found, rule)}"
 
 
-def expected(rule: Rule) -> str:
+def _expected(rule: Rule) -> str:
     """What a rule of the schema allows, in words: its description, or its type and bounds."""
     if "description" in rule:
         return str(rule["description"])
@@ -126,11 +125,6 @@ def _hint(found: Any, rule: Rule) -> str:
         except ValueError:
             pass
     return ""
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 def _place(keys: Keys, files: Sequence[Path], given: Rule) -> str:

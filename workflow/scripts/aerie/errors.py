@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import json
 import multiprocessing.process
 import re
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _LOG_BYTES = 400_000  # of a log's end that are searched for tracebacks
@@ -41,6 +42,12 @@ class Logged(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.error}\n  raised in {self.place}" + (f" ({self.process})" if self.process else "")
+
+
+def shown(value: Any, longest: int) -> str:
+    """A value of a setting as JSON, cut behind so many characters."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= longest else f"{text[:longest]}…"
 
 
 def describe(error: BaseException) -> str:

@@ -19,7 +19,7 @@ import pandas as pd
 
 from .configuration import FOLDERS, Plan, Run
 from .drafts import draft_files, files_digest
-from .errors import AerieError
+from .errors import AerieError, shown
 from .extraction import Job
 from .hidden_states import HiddenStateStore
 from .keys import digest_of, draft_digest, file_sha256
@@ -470,12 +470,7 @@ def differences(before: Any, now: Any, path: str = "") -> list[str]:
         if len(before) != len(now):
             return [f"{path} {len(before)} → {len(now)} entries"]
         return [line for number, pair in enumerate(zip(before, now, strict=True)) for line in differences(*pair, f"{path}[{number}]")]
-    return [f"{path} {_value(before)} → {_value(now)}"]
-
-
-def _value(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
+    return [f"{path} {shown(before, _LONGEST_VALUE)} → {shown(now, _LONGEST_VALUE)}"]
 
 
 def _plain(reason: str) -> str:

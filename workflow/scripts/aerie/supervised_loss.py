@@ -46,8 +46,8 @@ class _HeadDivergence(torch.autograd.Function):
     def forward(ctx: Any, hidden: torch.Tensor, head: torch.Tensor, probabilities: torch.Tensor, negentropy: torch.Tensor) -> Any:
         divergence, best = torch.empty_like(negentropy), torch.empty(len(hidden), dtype=torch.long, device=hidden.device)
         gradient = torch.empty_like(hidden)
+        judge = fused(_judge, hidden.device)
         for own in _blocks(hidden):
-            judge = fused(_judge, hidden.device)
             divergence[own], best[own], slope = judge(hidden[own] @ head.T, probabilities[own], negentropy[own])
             torch.mm(slope, head, out=gradient[own])
         ctx.save_for_backward(gradient)
@@ -96,9 +96,10 @@ def _target_distribution(
     head, rows = model.verifier_lm_head.weight.to(dtype), len(last_states)
     probabilities = torch.empty(rows, len(head), device=head.device)
     negentropy, best = torch.empty(rows, device=head.device), torch.empty(rows, dtype=torch.long, device=head.device)
+    distribution = fused(_distribution, head.device)
     for own in _blocks(last_states):
         logits = model.verifier_norm(last_states[own]).to(dtype) @ head.T
-        probabilities[own], negentropy[own], best[own] = fused(_distribution, head.device)(logits)
+        probabilities[own], negentropy[own], best[own] = distribution(logits)
     return probabilities, negentropy, best
 
 

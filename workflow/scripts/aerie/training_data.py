@@ -270,7 +270,8 @@ class PackOrder(Sampler[list[int]]):
 def batches(samples: DraftSamples, order: PackOrder, hidden_size: int, aux_layers: int, pad_to: int | None, workers: int = 0) -> DataLoader:
     """Packed batches in an order; `pad_to`: rows that each is padded to."""
     # Workers are forked from a process that has imported this module and nothing of CUDA: spawned, they import it in turn.
-    multiprocessing.set_forkserver_preload([__name__])
+    if workers:
+        multiprocessing.set_forkserver_preload([__name__])
     return DataLoader(
         samples,
         batch_sampler=order,
