@@ -19,7 +19,7 @@ from aerie import drafts, evaluation
 from aerie.chat import Renderer
 from aerie.errors import AerieError
 from aerie.evaluation import EngineRun, EvaluationPrompt, Pass, PassResult, planned_passes
-from aerie.generation import ServedAnswer, SpeculationCounters, read_counters
+from aerie.generation import ServedAnswer, SpeculationCounters, read_counters, with_cut
 from aerie.keys import digest_of, file_sha256
 from aerie.samples import Sample, write_samples
 from aerie.sources import RawRow
@@ -477,13 +477,14 @@ if __name__ == "__main__":
     engine._counts_steps = True  # as with a vLLM that does not count by request
     made = generation._finished
     generation._finished = lambda output, number: setattr(one := made(output, number), "spec_decode_metrics", None) or one
-    print("SERVED", json.dumps([[one.token_ids, one.accepted] for one in engine.serve(prompts["ids"], 20, 4)]))
+    for batch_size in (4, 1):
+        print(f"SERVED{batch_size}", json.dumps([[one.token_ids, one.accepted] for one in engine.serve(prompts["ids"], 20, batch_size)]))
     engine.close()
 """
 
 
 def test_counts_agree_with_tokens_as_they_come(served):
-    """vLLM's counts against a second one: how many tokens of each answer appear at each step of the engine."""
+    """vLLM's counts by request, where it has them, against tokens as they come at each step; and where it has none, those as served."""
     tokenizer = tiny_targets.make_tiny_tokenizer()
     renderer = Renderer(tokenizer, [])
     answers = [row for row in served.rows("first") if row["prompt_set"] == "questions"]
@@ -492,11 +493,13 @@ def test_counts_agree_with_tokens_as_they_come(served):
     (served.folder / "count.json").write_text(json.dumps({"end_tokens": [3], "ids": ids}))
     done = subprocess.run([sys.executable, served.folder / "count.py", served.folder], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    came, counted = (
-        json.loads(next(line for line in done.stdout.splitlines() if line.startswith(name))[len(name) :]) for name in ("CAME", "SERVED")
+    came, four, alone = (
+        json.loads(next(line for line in done.stdout.splitlines() if line.startswith(name))[len(name) :])
+        for name in ("CAME", "SERVED4", "SERVED1")
     )
-    assert len(came) == len(counted) == 20
-    for row, steps, (token_ids, by_step) in zip(answers, came, counted, strict=True):
+    assert len(came) == len(four) == len(alone) == 20
+    cut = 0
+    for row, steps, (token_ids, together), (_, by_step) in zip(answers, came, four, alone, strict=True):
         steps = [step for step in steps if step]
         assert sum(map(len, steps)) == row["draft_tokens"] == row["baseline_tokens"]
         accepted = [len(step) - 1 for step in steps[1:]]  # the first token comes from the prompt
@@ -504,7 +507,19 @@ def test_counts_agree_with_tokens_as_they_come(served):
         assert accepted[:-1] == row["accepted_per_step"][: len(accepted) - 1]
         assert len(accepted) == len(row["accepted_per_step"])
         assert not accepted or accepted[-1] <= row["accepted_per_step"][-1]
-        assert by_step == accepted and token_ids == [token for step in steps for token in step]
+        assert by_step == row["accepted_per_step"] and token_ids == [token for step in steps for token in step]
+        assert together[:-1] == by_step[:-1]
+        cut += sum(by_step) - sum(accepted)
+    assert cut > 0  # else nothing was tested
+    for position in range(3):  # of answers that end in one step, which the cut token belongs to is not known; their sum is
+        assert len({sum(count > position for _, steps in each for count in steps) for each in (four, alone)}) == 1
+
+
+def test_tokens_cut_with_the_answers_are_given_to_the_steps_that_ended():
+    assert with_cut([0], [1, 1, 0]) == [2]
+    assert with_cut([0, 1, 3], [1, 1, 0]) == [1, 2, 3]  # reached: 3, 2, 1
+    assert with_cut([0, 2], [0, 0, 0]) == [0, 2]
+    assert with_cut([1, 1], [0, 1, 1]) == [1, 3]
 
 
 def test_nothing_is_served_twice(served):

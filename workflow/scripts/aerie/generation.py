@@ -3,6 +3,7 @@
 import itertools
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -56,8 +57,7 @@ class ServedAnswer:
     """An answer with what serving it took.
 
     first_token_seconds: from the request to its first token; seconds_per_token: between the tokens after it, on average.
-    accepted: tokens accepted of each verified draft, in order, counted by vLLM also where the answer ended before them. A
-    vLLM that does not count them by request (0.26 is one) leaves them to be counted as they appear in the answer.
+    accepted: tokens accepted of each verified draft, in order, counted as vLLM does: also where the answer ended before them.
     """
 
     token_ids: list[int]
@@ -148,8 +148,9 @@ class Engine:
         engine = self._llm.llm_engine
         waiting = iter(enumerate(prompts))
         in_flight: dict[str, int] = {}
-        came: dict[str, list[list[int]]] = {}  # each request's new tokens, by step of the engine
+        came: dict[str, list[int]] = {}
         found: dict[int, ServedAnswer] = {}
+        counts = StepCounts() if self._counts_steps else None
 
         def send(count: int) -> None:
             for number, ids in itertools.islice(waiting, count):
@@ -161,11 +162,12 @@ class Engine:
         while engine.has_unfinished_requests():
             outputs = engine.step()
             for output in outputs:
-                came.setdefault(output.request_id, []).append(list(output.outputs[0].token_ids))
+                came.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
             finished = [output for output in outputs if output.finished]
+            accepted = counts.step(outputs) if counts else {}
             for output in finished:
                 number = in_flight.pop(output.request_id)
-                found[number] = _served(output, number, came.pop(output.request_id))
+                found[number] = _served(output, number, came.pop(output.request_id), accepted.get(output.request_id))
             send(len(finished))
         if in_flight:
             raise AerieError(f"vLLM ended without an answer to {len(in_flight)} of its prompts")
@@ -195,18 +197,75 @@ def _finished(output: Any, number: int) -> Any:
     return made
 
 
-def _served(output: Any, number: int, steps: list[list[int]]) -> ServedAnswer:
-    """steps: the answer's tokens as they came, the first of them from the prompt alone."""
+def _served(output: Any, number: int, token_ids: list[int], accepted: list[int] | None) -> ServedAnswer:
+    """accepted: by draft, where vLLM does not count it by request."""
     made, times = _finished(output, number), output.metrics
-    token_ids = [token for step in steps for token in step]
     counted = getattr(made, "spec_decode_metrics", None)
     return ServedAnswer(
         token_ids=token_ids,
         finish_reason=made.finish_reason,
         first_token_seconds=times.first_token_latency,
         seconds_per_token=(times.last_token_ts - times.first_token_ts) / max(1, len(token_ids) - 1),
-        accepted=list(counted.per_step_accepted) if counted else [len(step) - 1 for step in steps[1:] if step],
+        accepted=list(counted.per_step_accepted) if counted else accepted or [],
     )
+
+
+class StepCounts:
+    """Accepted tokens by request, from the tokens that come at each step of the engine and vLLM's counters.
+
+    A step gives one token more than it accepts; only the one that ends an answer shows fewer, those up to the end. So what
+    the counters have beyond all that was seen was accepted in the steps that ended answers just now.
+    """
+
+    def __init__(self) -> None:
+        self._accepted: dict[str, list[int]] = {}  # of each request in flight, by draft
+        self._seen = Counter(_accepted_by_position())
+
+    def step(self, outputs: Sequence[Any]) -> dict[str, list[int]]:
+        """Takes one step's outputs, each with its new tokens; returns {request: tokens accepted of each draft} of those that ended."""
+        ending = []  # the last steps of those that ended
+        for output in outputs:
+            tokens = len(output.outputs[0].token_ids)
+            if output.request_id not in self._accepted:
+                self._accepted[output.request_id] = []  # the first tokens come from the prompt alone
+            elif tokens:
+                steps = self._accepted[output.request_id]
+                steps.append(tokens - 1)
+                self._seen.update(range(tokens - 1))
+                if output.finished:
+                    ending.append(steps)
+        if ending:
+            now = _accepted_by_position()
+            cut = [now[position] - self._seen[position] for position in range(len(now))]
+            for steps, accepted in zip(
+                sorted(ending, key=lambda steps: steps[-1]), with_cut(sorted(steps[-1] for steps in ending), cut), strict=True
+            ):
+                steps[-1] = accepted
+            self._seen = Counter(now)
+        return {output.request_id: self._accepted.pop(output.request_id) for output in outputs if output.finished}
+
+
+def with_cut(shown: Sequence[int], cut: Sequence[int]) -> list[int]:
+    """Accepted tokens of steps that show `shown` of them (ascending) and whose ends were cut: `cut` tokens at each position.
+
+    Which step a token was cut from is known only where one answer ended in a step; else any way that adds up is as good.
+    """
+    reached = [sum(count > position for count in shown) + more for position, more in enumerate(cut)]
+    return [sum(len(shown) - number <= count for count in reached) for number in range(len(shown))]
+
+
+def _accepted_by_position() -> dict[int, int]:
+    """vLLM's counter of accepted tokens by draft position, read without the rest of its metrics (which takes milliseconds)."""
+    from prometheus_client import REGISTRY
+
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    found: dict[int, int] = {}
+    for metric in REGISTRY.restricted_registry([name]).collect():
+        for sample in metric.samples:
+            if sample.name == name:
+                position = int(sample.labels["position"])
+                found[position] = found.get(position, 0) + int(sample.value)
+    return found
 
 
 def read_counters(metrics: Sequence[Any]) -> SpeculationCounters:
