@@ -40,7 +40,7 @@ import numpy as np
 
 _TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(_TESTS.parent / "workflow" / "scripts"), str(_TESTS)]
-os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])  # for the loaders' workers
+os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])  # for speculators' loading workers
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from worker import Answer, Worker  # noqa: E402
@@ -68,7 +68,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 TTT_STEPS, LEARNING_RATE = 3, 1e-3  # of training-time test
 LAYER_IDS = (2, 4, 5, 8)  # the aux layers of a target of eight, and its last one's output
 _PROMPT_SHARE = (0.1, 0.5)  # of a sample, not supervised
-_WARM_UP = 6  # steps of each epoch that are not timed: the loader's workers have to get ahead
+_WARM_UP = 6  # steps of each epoch that are not timed: the loaders have to get ahead
 _VALIDATION_PACKS = 3
 
 
@@ -338,7 +338,7 @@ class Ours:
         from aerie.targets import Target
         from aerie.train_run import select_split
         from aerie.training import TrainingSettings
-        from aerie.training_data import DraftSamples, PackOrder, ShardTransfer, batches
+        from aerie.training_data import DraftSamples, PackLoader, PackOrder, ShardTransfer
         from aerie.validation import TargetHead, Validation
         from aerie.vocabulary import load_map
 
@@ -351,12 +351,13 @@ class Ours:
         target = Target("benchmark", "0" * 64, {"path": str(root / "target")}, False)
         samples, states = load_samples(root / "dataset"), StatesIndex(root / "states", root / "store")
 
-        def loader_of(split: str, workers: int) -> Any:
+        def loader_of(split: str, threads: int) -> Any:
             chosen = select_split(samples, split, self.settings)
             transfer = ShardTransfer(states, chosen["sample_key"], range(len(LAYER_IDS)))
             rows = DraftSamples(chosen, transfer, self.settings.max_length, TTT_STEPS, self.settings.dtype(self.device))
             order = PackOrder(rows.approx_lengths, rows.supervised, self.settings.batch_tokens, 1, seed)
-            return batches(rows, order, target.hidden_size, len(LAYER_IDS) - 1, job["batch_tokens"] if job["gpu"] else None, workers)
+            pad_to = job["batch_tokens"] if job["gpu"] else None
+            return PackLoader(rows, order, target.hidden_size, len(LAYER_IDS) - 1, pad_to, threads, self.device)
 
         self.train_loader, validation_loader = loader_of("train", job["workers"]), loader_of("validation", 0)
         seed_everything(seed)

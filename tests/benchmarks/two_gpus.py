@@ -463,7 +463,7 @@ def train_here(root: Path, job: dict[str, Any], ranks: int, work: Path, out: Pat
     chosen = {"epochs": job["epochs"], "learning_rate": LEARNING_RATE, "ttt_steps": TTT_STEPS, "batch_tokens": job["batch_tokens"]}
     chosen |= {"packs_per_step": 2, "max_length": job["batch_tokens"], "compute_dtype": job["dtype"]}
     settings = {"layers": 1, "aux_layer_ids": list(LAYER_IDS[:-1]), "training": chosen}
-    runtime = {"device": "cuda" if job["gpu"] else "cpu", "ranks": ranks, "workers": job["workers"], "checkpoint_seconds": 1e9}
+    runtime = {"device": "cuda" if job["gpu"] else "cpu", "ranks": ranks, "threads": job["workers"], "checkpoint_seconds": 1e9}
     states = StatesIndex(root / "states", root / "store")
     try:
         train(target, load_samples(root / "dataset"), states, load_map(root / "map", target.vocab_size), settings, runtime, work, out)

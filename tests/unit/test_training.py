@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from speculators.train.data import CollateFn
 
 import train_draft
 from aerie import vocabulary
@@ -25,7 +27,7 @@ from aerie.samples import Sample, load_samples, write_samples
 from aerie.supervised_loss import _distribution, _judge, supervised_loss
 from aerie.train_run import select_split, train
 from aerie.training import DraftTrainer, TrainingSettings
-from aerie.training_data import DraftSamples, PackOrder, ShardTransfer, batches, rows_of, step_counts, supervised_counts
+from aerie.training_data import DraftSamples, PackLoader, PackOrder, ShardTransfer, rows_of, step_counts, supervised_counts
 from aerie.validation import TargetHead, count_hits, walk
 from checkout import SCRIPTS
 from known_faults import skip_where
@@ -64,9 +66,16 @@ def hand_made(samples: list[tuple[list[int], list[int]]], tmp_path: Path, max_le
 
 
 def loader_of(
-    rows: DraftSamples, batch_tokens: int, packs: int = 1, seed: int = 0, pad_to: int | None = None, hidden: int = 2, aux: int = 2
+    rows: DraftSamples,
+    batch_tokens: int,
+    packs: int = 1,
+    seed: int = 0,
+    pad_to: int | None = None,
+    hidden: int = 2,
+    aux: int = 2,
+    threads: int = 0,
 ):
-    return batches(rows, PackOrder(rows.approx_lengths, rows.supervised, batch_tokens, packs, seed), hidden, aux, pad_to)
+    return PackLoader(rows, PackOrder(rows.approx_lengths, rows.supervised, batch_tokens, packs, seed), hidden, aux, pad_to, threads)
 
 
 # What is paired with what
@@ -107,13 +116,43 @@ def test_order_depends_on_seed_and_epoch_only(tmp_path: Path):
 
     def order(seed, epoch, step=0):
         loader = loader_of(rows, 9, seed=seed)
-        loader.batch_sampler.start(epoch, step)
+        loader.order.start(epoch, step)
         return [batch["input_ids"].tolist() for batch in loader]
 
     assert order(0, 1) == order(0, 1)
     assert order(0, 1) != order(0, 2) and order(0, 1) != order(1, 1)
     assert order(0, 1, step=3) == order(0, 1)[3:]
-    assert step_counts(loader_of(rows, 9).batch_sampler, 2) == [len(order(0, 0)), len(order(0, 1))]
+    assert step_counts(loader_of(rows, 9).order, 2) == [len(order(0, 0)), len(order(0, 1))]
+
+
+@pytest.mark.parametrize("pad_to", [None, 64])
+def test_batches_are_those_of_speculators(tmp_path: Path, pad_to):
+    """Its CollateFn is the right value; threads change neither the batches nor their order."""
+    rows = hand_made([([n] * (4 + n % 5), [0, 0, 0] + [1] * (1 + n % 5)) for n in range(20)], tmp_path)
+    made = list(loader_of(rows, 21, pad_to=pad_to))
+    order = loader_of(rows, 21).order
+    assert len(made) == len(order) > 3
+    for batch, pack in zip(made, order, strict=True):
+        samples = [rows[index] for index in pack]
+        expected = CollateFn(pad_to or sum(int(sample["lengths"]) for sample in samples), 2, 2, torch.float32)(samples)
+        for name in ("hidden_states", "verifier_last_hidden_states", "input_ids", "loss_mask", "position_ids", "document_ids"):
+            assert batch[name].dtype == expected[name].dtype and torch.equal(batch[name], expected[name]), name
+    ahead = list(loader_of(rows, 21, pad_to=pad_to, threads=3))
+    assert [one.keys() for one in ahead] == [one.keys() for one in made]
+    assert all(torch.equal(one[name], two[name]) for one, two in zip(ahead, made, strict=True) for name in one if name != "bad")
+
+
+def test_what_a_reading_thread_finds_is_raised_where_the_batch_is_due(tmp_path: Path):
+    rows = hand_made([([n, n + 1, n + 2, n + 3], [1] * 4) for n in range(20)], tmp_path)
+    loader = loader_of(rows, 3, threads=2)
+    lost = rows.samples[next(iter(list(loader.order)[5]))]["sample_key"]
+    del rows.transfer.states.tokens[lost]
+    batches = iter(loader)
+    for _ in range(5):
+        next(batches)
+    with pytest.raises(AerieError, match=f"sample {lost}: no hidden states"):
+        next(batches)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("packing")]
 
 
 def test_ranks_share_the_packs_of_each_step():

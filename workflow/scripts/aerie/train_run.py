@@ -18,13 +18,12 @@ from .gpu_speed import fuse_modules
 from .keys import draft_digest
 from .ranks import ALONE, Ranks, run_in_ranks
 from .training import DraftTrainer, TrainingSettings, pick_device
-from .training_data import DraftSamples, PackOrder, ShardTransfer, States, batches, padded_size, supervised_counts
+from .training_data import DraftSamples, PackLoader, PackOrder, ShardTransfer, States, padded_size, supervised_counts
 from .validation import TargetHead, Validation
 from .vocabulary import VocabMap
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from torch.utils.data import DataLoader
 
     from .targets import Target
 
@@ -46,7 +45,7 @@ def train(
     """Trains and exports into `out`; returns the manifest's figures and the draft's content digest.
 
     settings: the recipe's, {layers, aux_layer_ids, …DraftShape, training: {…TrainingSettings}}.
-    runtime: {device: auto | cpu | cuda, ranks (default 1), workers, checkpoint_seconds}. work: folder that outlives a kill.
+    runtime: {device: auto | cpu | cuda, ranks (default 1), threads (that read), checkpoint_seconds}. work: folder that outlives a kill.
     init_from: folder of a draft whose weights are the first.
     """
     device, ranks = pick_device(runtime.get("device", "auto")), int(runtime.get("ranks", 1))
@@ -75,16 +74,15 @@ def _train_rank(
     """Trains on one device; rank 0 exports, and leaves figures.json in `work`."""
     shape = DraftShape.from_recipe({name: value for name, value in settings.items() if name != "training"})
     training = TrainingSettings.from_recipe(settings.get("training", {}))
-    if device.type == "cpu":
-        keep_freed_memory()
-    else:  # what is left to the CPU is small, and its threads would wait for those of the loader's workers
+    keep_freed_memory()
+    if device.type == "cuda":  # what is left to the CPU is small, and its threads would wait for those that read
         torch.set_num_threads(1)
     aux, last = aux_columns(states.layer_ids, shape, target.num_layers)
-    workers = int(runtime.get("workers", 6 if device.type == "cuda" else 0))
+    threads = int(runtime.get("threads", 6 if device.type == "cuda" else 0))
     skip_bad = training.on_bad_sample == "skip"
     left_out = 0
 
-    def loader_of(split: str, packs_per_step: int, workers: int) -> "DataLoader":
+    def loader_of(split: str, packs_per_step: int, threads: int) -> PackLoader:
         nonlocal left_out
         chosen = select_split(samples, split, training, quiet=ranks.rank > 0)
         left_out += sum(one == split for one in samples["split"]) - len(chosen)
@@ -96,9 +94,9 @@ def _train_rank(
             rows.approx_lengths, rows.supervised, training.batch_tokens, packs_per_step, training.seed, ranks.rank, ranks.count
         )
         pad_to = padded_size(training.batch_tokens) if device.type == "cuda" else None
-        return batches(rows, order, target.hidden_size, len(aux), pad_to, workers)
+        return PackLoader(rows, order, target.hidden_size, len(aux), pad_to, threads, device)
 
-    train_loader, validation_loader = loader_of("train", training.packs_per_step, workers), loader_of("validation", ranks.count, 0)
+    train_loader, validation_loader = loader_of("train", training.packs_per_step, threads), loader_of("validation", ranks.count, threads)
     seed_everything(training.seed)
     model = build_draft(target, shape, vocab_map, training.ttt_steps, attention_for(device))
     fuse_modules(model, device)

@@ -18,7 +18,6 @@ import torch
 from speculators.models.eagle3 import Eagle3DraftModel
 from speculators.train.optimizers import build_optimizers
 from speculators.train.trainer import TrainerConfig
-from torch.utils.data import DataLoader
 from transformers import get_linear_schedule_with_warmup
 
 from . import cli
@@ -29,7 +28,7 @@ from .muon import Float32Muon
 from .progress import Progress
 from .ranks import ALONE, Ranks
 from .supervised_loss import supervised_loss
-from .training_data import Batch, PackOrder, on_device, step_counts
+from .training_data import Batch, PackLoader, on_device, step_counts
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +138,7 @@ class DraftTrainer:
         self,
         model: Eagle3DraftModel,
         settings: TrainingSettings,
-        loader: DataLoader,
+        loader: PackLoader,
         validate: Callable[[Eagle3DraftModel], dict[str, Any]],
         work: Path,
         device: torch.device,
@@ -148,13 +147,11 @@ class DraftTrainer:
     ) -> None:
         self.model, self.settings, self.loader, self.validate = model, settings, loader, validate
         self.device, self.checkpoint_seconds, self.ranks = device, checkpoint_seconds, ranks
-        order = loader.batch_sampler
-        assert isinstance(order, PackOrder)
-        self.order = order
+        self.order = loader.order
         self.dtype = settings.dtype(device)
         self.window = sliding_window(model.config.transformer_layer_config)
         self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-        self.epoch_steps = step_counts(order, settings.epochs)
+        self.epoch_steps = step_counts(loader.order, settings.epochs)
         self.total_steps = sum(self.epoch_steps)
         self.optimizers = optimizers_of(model, settings, device)
         warm = int(self.total_steps * settings.warmup)
@@ -248,7 +245,7 @@ class DraftTrainer:
                     pause = max(self.checkpoint_seconds, self.save() / _CHECKPOINT_SHARE)
                 saved_at = time.monotonic()
 
-    def _timed(self, loader: DataLoader) -> Iterator[Batch]:
+    def _timed(self, loader: PackLoader) -> Iterator[Batch]:
         batches = iter(loader)
         while True:
             started = time.monotonic()

@@ -7,8 +7,9 @@ training-time test, row t is fed x[t+1+k] and predicts x[t+2+k].
 """
 
 import argparse
-import multiprocessing
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -16,9 +17,9 @@ import numpy as np
 import torch
 from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 from speculators.models.eagle3.data import shift_batch
-from speculators.train.data import BaseDataset, CollateFn
+from speculators.train.data import BaseDataset, create_empty_sample
 from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Sampler
 
 from .draft_attention import BLOCK
 from .errors import AerieError
@@ -52,7 +53,9 @@ class ShardTransfer(HiddenStatesTransfer):
     def __init__(self, states: States, sample_keys: Sequence[str], columns: Sequence[int]) -> None:
         self.states = states
         self.sample_keys = list(sample_keys)
-        self.columns = list(columns)
+        self.columns: list[int] | slice = list(columns)
+        if self.columns == list(range(columns[0], columns[0] + len(columns))):
+            self.columns = slice(columns[0], columns[0] + len(columns))  # not a copy
 
     def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | None:
         """hidden_states [tokens, layers, hidden] in the stored dtype and token_ids int64 [tokens]; None if there are none."""
@@ -193,23 +196,6 @@ def supervised_counts(samples: "Dataset", max_length: int, ttt_steps: int) -> np
     return np.concatenate(counts).astype(np.int64) if counts else np.empty(0, dtype=np.int64)
 
 
-class PackedCollate:
-    """Packs samples into one row of exactly their tokens, where speculators pads to the full size; padded to `pad_to` if given.
-
-    On a GPU the padding keeps compiled shapes the same; on a CPU it is only work. `bad` are the messages of samples left out.
-    """
-
-    def __init__(self, hidden_size: int, aux_layers: int, dtype: torch.dtype, pad_to: int | None) -> None:
-        self.hidden_size, self.aux_layers, self.dtype, self.pad_to = hidden_size, aux_layers, dtype, pad_to
-
-    def __call__(self, samples: Sequence[Batch | BadSample]) -> Batch:
-        good = [sample for sample in samples if not isinstance(sample, BadSample)]
-        size = self.pad_to or max(1, sum(int(sample["lengths"]) for sample in good))
-        batch: Batch = CollateFn(size, self.hidden_size, self.aux_layers, self.dtype)(good)
-        batch["bad"] = [str(sample) for sample in samples if isinstance(sample, BadSample)]
-        return batch
-
-
 class PackOrder(Sampler[list[int]]):
     """Which samples are packed together, and which packs make a step: by seed and epoch alone, not by who computes them.
 
@@ -267,20 +253,71 @@ class PackOrder(Sampler[list[int]]):
         return sum(len(self._own(step)) for step in range(self._first_step, self.steps))
 
 
-def batches(samples: DraftSamples, order: PackOrder, hidden_size: int, aux_layers: int, pad_to: int | None, workers: int = 0) -> DataLoader:
-    """Packed batches in an order; `pad_to`: rows that each is padded to."""
-    # Workers are forked from a process that has imported this module and nothing of CUDA: spawned, they import it in turn.
-    if workers:
-        multiprocessing.set_forkserver_preload([__name__])
-    return DataLoader(
-        samples,
-        batch_sampler=order,
-        num_workers=workers,
-        pin_memory=torch.cuda.is_available() and workers > 0,
-        collate_fn=PackedCollate(hidden_size, aux_layers, samples.hidden_states_dtype, pad_to),
-        persistent_workers=workers > 0,
-        multiprocessing_context="forkserver" if workers else None,
-    )
+class PackLoader:
+    """An order's packs as batches, read and packed by threads ahead of the training.
+
+    A batch is as speculators' CollateFn makes it: tensors [1, rows, …], document_ids int64 [1, rows] with -1 for padding; and
+    `bad`, the messages of samples left out. pad_to: its rows; on a GPU that keeps compiled shapes the same, on a CPU
+    padding is only work. Reading is copying out of memory maps, in which Python's lock is not held. threads: 0 does the work
+    where a batch is asked for. For a CUDA device batches lie in pinned memory, from which it copies beside its work.
+    """
+
+    def __init__(
+        self,
+        samples: DraftSamples,
+        order: PackOrder,
+        hidden_size: int,
+        aux_layers: int,
+        pad_to: int | None = None,
+        threads: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        self.samples, self.order, self.pad_to, self.threads = samples, order, pad_to, threads
+        self._device = device if device is not None and device.type == "cuda" else None
+        self._empty: Batch = create_empty_sample(hidden_size, aux_layers, samples.hidden_states_dtype)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[Batch]:
+        if not self.threads:
+            yield from map(self._batch, self.order)
+            return
+        pool = ThreadPoolExecutor(self.threads, "packing", self._start)
+        try:
+            ahead: deque[Future[Batch]] = deque()
+            for pack in self.order:
+                ahead.append(pool.submit(self._batch, pack))
+                if len(ahead) > self.threads:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _start(self) -> None:
+        if self._device:
+            torch.cuda.set_device(self._device)  # else pinned memory would be made known to the first
+
+    def _batch(self, pack: list[int]) -> Batch:
+        read = [self.samples[index] for index in pack]
+        good = [sample for sample in read if not isinstance(sample, BadSample)] or [self._empty]
+        lengths = torch.cat([sample["lengths"] for sample in good])
+        size = self.pad_to or max(1, int(lengths.sum()))
+        documents = torch.arange(len(good)).repeat_interleave(lengths)
+        batch: Batch = {name: self._packed([sample[name] for sample in good], size) for name in self._empty if name != "lengths"}
+        batch["document_ids"] = torch.nn.functional.pad(documents, (0, size - len(documents)), value=-1)[None]
+        return batch | {"bad": [str(sample) for sample in read if isinstance(sample, BadSample)]}
+
+    def _packed(self, parts: Sequence[torch.Tensor], size: int) -> torch.Tensor:
+        dtype = self.samples.hidden_states_dtype if parts[0].is_floating_point() else parts[0].dtype
+        packed = torch.empty((size, *parts[0].shape[1:]), dtype=dtype, pin_memory=self._device is not None)
+        start = 0
+        for part in parts:
+            packed[start : start + len(part)] = part
+            start += len(part)
+        packed[start:] = 0
+        return packed[None]
 
 
 def padded_size(batch_tokens: int) -> int:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from speculators.models.eagle3 import Eagle3DraftModel
-from torch.utils.data import DataLoader
 
 from .draft_model import sliding_window
 from .errors import AerieError
 from .ranks import Ranks
 from .supervised_loss import supervised_loss
+from .training_data import PackLoader
 
 if TYPE_CHECKING:
     from .training import TrainingSettings
@@ -100,7 +100,7 @@ def walk(starts: torch.Tensor, right: torch.Tensor) -> tuple[int, torch.Tensor]:
 class Validation:
     """Runs a draft over this rank's validation batches, and sums over all ranks. The target's greedy tokens are computed once."""
 
-    def __init__(self, loader: DataLoader, head: TargetHead, device: torch.device, settings: "TrainingSettings", ranks: Ranks) -> None:
+    def __init__(self, loader: PackLoader, head: TargetHead, device: torch.device, settings: "TrainingSettings", ranks: Ranks) -> None:
         self.loader, self.head, self.device, self.settings, self.ranks = loader, head, device, settings, ranks
         self._greedy: list[torch.Tensor] = []
 
