@@ -324,7 +324,7 @@ def test_the_end_of_the_job_is_no_rejected_row(made, monkeypatch):
     def ended(*_):
         raise Terminated("ended by SIGTERM")
 
-    monkeypatch.setattr("aerie.chat.Renderer.render", ended)
+    monkeypatch.setattr("aerie.chat.Renderer.plan", ended)
     with pytest.raises(Terminated):
         made(many(3))
 

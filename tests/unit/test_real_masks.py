@@ -12,6 +12,7 @@ import re
 from typing import Any
 
 import pytest
+from test_text_parts import texts
 
 import real_files
 from aerie.chat import Renderer, Unusable
@@ -253,6 +254,27 @@ def test_tokens_are_those_of_the_tokenizer(name):
             total += 1
             same += tokenizer(whole(tokenizer, one), add_special_tokens=False)["input_ids"] == one.input_ids
     assert total >= CONVERSATIONS and same >= 0.97 * total
+
+
+@pytest.mark.parametrize("name", ["SmolLM2", "Qwen3", "Llama-3.1", "DeepSeek-V3", "Gemma-3"])
+def test_tokens_are_those_of_the_whole_rendering_for_any_text(name):
+    """Of answers that begin with a letter: others are cut off from their prompt, as in service."""
+    source, chat_template, *_ = TEMPLATES[name]
+    tokenizer = real_files.tokenizer(source, chat_template)
+    renderer = Renderer(tokenizer, [tokenizer.eos_token_id])
+    checked = 0
+    for turns in zip(*[iter(texts(1800))] * 6, strict=True):
+        messages = []
+        for place, text in enumerate(turns):
+            content = f"A{text.replace('think', 'thin')}"
+            while renderer.special_pattern.search(content):
+                content = renderer.special_pattern.sub("", content)
+            messages.append({"role": ("user", "assistant")[place % 2], "content": content})
+        rows, _ = renderer.render(read_row({"messages": messages}, "f", 1))
+        whole = [tokenizer.apply_chat_template(messages[:end])["input_ids"] for end in (2, 4, 6)]
+        assert [row.input_ids for row in rows] == (whole if name == "Qwen3" else whole[-1:])
+        checked += len(rows)
+    assert checked == (900 if name == "Qwen3" else 300)
 
 
 @pytest.mark.parametrize("name", ["SmolLM2", "Qwen3", "Llama-3.1", "DeepSeek-V3", "Gemma-3"])

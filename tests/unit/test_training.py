@@ -60,7 +60,7 @@ def hand_made(samples: list[tuple[list[int], list[int]]], tmp_path: Path, max_le
     rows = [Sample(ids, mask, "s") for ids, mask in samples]
     write_samples(rows, tmp_path / "samples")
     dataset = load_samples(tmp_path)
-    states = HandMade({row.key: row.input_ids for row in rows})
+    states = HandMade({row.key: ids for row, (ids, _) in zip(rows, samples, strict=True)})
     transfer = ShardTransfer(states, dataset["sample_key"], [0, 2, 4])
     return DraftSamples(dataset, transfer, max_length, ttt_steps, torch.float32)
 

@@ -7,17 +7,19 @@ import multiprocessing
 import os
 import signal
 import threading
+from array import array
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .chat import Renderer, Unusable, count_turns
+from .chat import Planned, Rendered, Renderer, Unusable, count_turns
 from .conversations import Conversation, conversation_of, with_system
 from .errors import AerieError
 from .keys import digest_of
@@ -25,7 +27,7 @@ from .progress import Progress
 from .samples import Sample
 from .sources import RawRow, Source, limit_of, mixture
 
-CHUNK_ROWS = 256  # rows that a worker takes at once …
+CHUNK_ROWS = 64  # rows that a worker takes at once …
 CHUNK_CHARACTERS = 1 << 22  # … or fewer, where they are long
 NOT_COUNTED = ("duplicate", "not chosen")  # reasons that say nothing against a row
 
@@ -213,12 +215,13 @@ class Worker:
         entries: list[Entry] = []
         fates: list[Fate] = []
         all_notes: dict[int, Counter[str]] = {}
-        for source, row in chunk:
-            conversation = conversation_of(row)
+        # The template's turn for all rows, then the tokenizer's: each would drive the other out of the processor's caches.
+        planned = [self.plan(conversation_of(row)) for _, row in chunk]
+        for (source, row), (conversation, plan, notes) in zip(chunk, planned, strict=True):
             known = len(entries)
             reason, detail = "", ""
             try:
-                samples, turns, notes = self.samples(conversation)
+                samples, turns = self.samples(plan, notes)
             except Unusable as problem:
                 samples, turns, notes = [], [], []
                 reason, _, detail = str(problem).partition(": ")
@@ -233,23 +236,28 @@ class Worker:
                 all_notes.setdefault(source, Counter()).update(notes)
         return _Chunk(b"".join(ids), b"".join(masks), lengths, entries, fates, all_notes)
 
-    def samples(self, conversation: Conversation) -> tuple[list[Sample], list[int], list[str]]:
-        """The samples of a conversation, their numbers of supervised turns, and notes. Raises Unusable."""
-        if conversation.problem:
-            raise Unusable(conversation.problem)
-        if conversation.tokens and max(conversation.tokens[0]) >= self.options.vocab_size:
-            raise Unusable(f"wrong value: an input id is not below the target's vocabulary of {self.options.vocab_size}")
-        if not conversation.tokens:
-            conversation = conversation._replace(messages=with_system(conversation.messages, self.options.system_prompt))
+    def plan(self, conversation: Conversation) -> tuple[Conversation, list[Rendered | Planned] | Unusable, list[str]]:
+        """The conversation, its rows not yet encoded or why it gives none, and notes."""
         try:
-            rendered, notes = self.renderer.render(conversation)
-        except Unusable:
-            raise
-        except Exception as error:
-            # A template may raise anything; its words become the reason.
-            raise Unusable(f"chat template: {type(error).__name__}: {error}") from error
+            if conversation.problem:
+                raise Unusable(conversation.problem)
+            if conversation.tokens and max(conversation.tokens[0]) >= self.options.vocab_size:
+                raise Unusable(f"wrong value: an input id is not below the target's vocabulary of {self.options.vocab_size}")
+            if not conversation.tokens:
+                conversation = conversation._replace(messages=with_system(conversation.messages, self.options.system_prompt))
+            with _template_errors():
+                plan, notes = self.renderer.plan(conversation)
+        except Unusable as problem:
+            return conversation, problem, []
+        return conversation, plan, notes + list(conversation.notes)
+
+    def samples(self, plan: list[Rendered | Planned] | Unusable, notes: list[str]) -> tuple[list[Sample], list[int]]:
+        """The samples of a planned conversation, their numbers of supervised turns; adds to the notes. Raises Unusable."""
+        if isinstance(plan, Unusable):
+            raise plan
+        with _template_errors():
+            rendered = self.renderer.rows(plan)
         most = self.options.max_length
-        notes += conversation.notes
         notes += ["cut at max_length"] * sum(len(one.input_ids) > most for one in rendered)
         kept = [one for one in rendered if any(one.loss_mask[:most])]
         if not kept:
@@ -258,7 +266,19 @@ class Worker:
                 raise Unusable(f"no supervised token: of the {sum(len(one.loss_mask) for one in rendered)} tokens, none has 1 in the mask")
             raise Unusable(f"no supervised token within max_length: the first is token {first}, max_length is {most}")
         turns = [one.turns if len(one.input_ids) <= most else count_turns(one.loss_mask[:most]) for one in kept]
-        return [Sample(one.input_ids[:most], one.loss_mask[:most], "") for one in kept], turns, notes
+        # Numbers in a row, which everything from here on would else make of the lists again.
+        return [Sample(array("i", one.input_ids[:most]), bytes(one.loss_mask[:most]), "") for one in kept], turns
+
+
+@contextmanager
+def _template_errors() -> Iterator[None]:
+    """A template may raise anything; its words become the reason."""
+    try:
+        yield
+    except Unusable:
+        raise
+    except Exception as error:
+        raise Unusable(f"chat template: {type(error).__name__}: {error}") from error
 
 
 def _prompt_hash(conversation: Conversation, samples: Sequence[Sample]) -> bytes:

@@ -1,7 +1,7 @@
 """Samples on disk: one token sequence with its loss mask a row, in results/datasets/{target}/{dataset}/samples."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Sample(NamedTuple):
     """input_ids and loss_mask [tokens]; 1 in the mask is a supervised token. Two samples are equal if both are."""
 
-    input_ids: list[int]
-    loss_mask: list[int]
+    input_ids: Sequence[int]
+    loss_mask: Sequence[int]
     source: str
     split: str = "train"
 
@@ -32,7 +32,7 @@ class Sample(NamedTuple):
     @property
     def order(self) -> str:
         """Hash of ids and mask: the canonical order of samples, and their identity."""
-        return hashlib.sha256(self.key.encode() + np.asarray(self.loss_mask, dtype=np.uint8).tobytes()).hexdigest()
+        return hashlib.sha256(self.key.encode() + bytes(self.loss_mask)).hexdigest()
 
 
 def samples_digest(samples: Iterable[tuple[str, str]]) -> str:
