@@ -31,7 +31,7 @@ def main(args: argparse.Namespace) -> None:
     open_store(args.store)
     dataset = f"prepare_dataset/{read_manifest(args.dataset)['key']}"
     record_use(args.store, args.recipe, Use(captures={job.capture_key: dataset}))
-    known = set(HiddenStateStore(args.store, job.capture_key).known()["sample_key"])
+    known = set(HiddenStateStore(args.store, job.capture_key).known(remember=True)["sample_key"])
     wanted = pd.DataFrame({"sample_key": samples.keys, "tokens": samples.tokens}).drop_duplicates("sample_key")
     missing = wanted[~wanted["sample_key"].isin(known)].sort_values("sample_key", ignore_index=True)
     write_table(missing, args.output)
