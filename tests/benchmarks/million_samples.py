@@ -96,6 +96,7 @@ class Million:
             path = self.recipe(stage, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
+        self.kept = self.store / "prepare_dataset/none"
         self.fingerprint = Path("results/targets/kimi/fingerprint.json")
         self.fingerprint.parent.mkdir(parents=True, exist_ok=True)
         self.fingerprint.write_text(json.dumps(fingerprint("kimi", {"path": "kimi"}, False, self.store / "file_hashes")))
@@ -152,6 +153,8 @@ class Million:
         manifest = {"key": "none", "digest": digest, "figures": {}}
         for name, text in {"manifest.json": json.dumps(manifest), "stats.json": "{}", "rejects.jsonl": "", "audit.html": ""}.items():
             (DATASET / name).write_text(text)
+        self.kept.mkdir(parents=True)
+        (self.kept / "output").symlink_to(DATASET.absolute())  # which samples are referenced
         print(f"{self.samples:,} samples, {shards.tokens:,} tokens, {shards.count:,} shards, {shards.bytes / 1e12:.1f} TB of states")
 
     def make_samples(self) -> Iterator[Sample]:
@@ -235,6 +238,8 @@ class Shards:
 
 def trainer_order(states: Path, store: Path) -> None:
     """What the trainer does with a million samples before its first step; see aerie.train_run."""
+    import torch
+
     from aerie.samples import load_samples
     from aerie.train_run import select_split
     from aerie.training import TrainingSettings
@@ -246,7 +251,7 @@ def trainer_order(states: Path, store: Path) -> None:
     with measured("trainer: samples of the train split, their lengths and supervised tokens"):
         chosen = select_split(load_samples(DATASET), "train", training)
         transfer = ShardTransfer(index, chosen["sample_key"], range(len(index.layer_ids)))
-        rows = DraftSamples(chosen, transfer, training.max_length, training.ttt_steps, training.dtype("cpu"))
+        rows = DraftSamples(chosen, transfer, training.max_length, training.ttt_steps, torch.float32)
     with measured(f"trainer: packs of {EPOCHS} epochs"):
         order = PackOrder(rows.approx_lengths, rows.supervised, training.batch_tokens, 8, 0)
         steps = step_counts(order, EPOCHS)

@@ -13,7 +13,7 @@ import pandas as pd
 from aerie import cli
 from aerie.errors import AerieError
 from aerie.extraction import Job, SampleSet
-from aerie.hidden_states import HiddenStateStore, write_table
+from aerie.hidden_states import HiddenStateStore, among, write_table
 from aerie.keys import digest_of, file_sha256
 from aerie.provenance import versions
 from aerie.stage import Recipe, read_manifest, write_atomically
@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> None:
 
 def pick(known: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     """The rows of the store's table for these keys, in their order; AerieError where one is missing."""
-    index = known[known["sample_key"].isin(set(keys))].sort_values("sample_key", ignore_index=True)
+    index = known[among(known["sample_key"], set(keys))].sort_values("sample_key", ignore_index=True)
     if len(index) != len(keys):
         lost = sorted(set(keys) - set(index["sample_key"]))
         raise AerieError(

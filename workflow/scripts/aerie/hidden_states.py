@@ -21,7 +21,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -328,7 +328,7 @@ class HiddenStateStore:
         """
         there = self._listing()
         before = self._remembered().merge(there, on=list(there.columns))
-        new = there[~there["shard"].isin(before["shard"])]
+        new = there[~among(there["shard"], set(before["shard"].to_list()))]
         found = pd.concat([before, _table(self._read(list(new["shard"]))).merge(new, on="shard")], ignore_index=True)
         if remember and len(new):
             with suppress(OSError):
@@ -453,6 +453,11 @@ def _in_threads(function: Callable[[Given], Found], items: Sequence[Given]) -> l
     chunks = [items[first : first + 64] for first in range(0, len(items), 64)]
     with ThreadPoolExecutor(16) as pool:
         return [found for chunk in pool.map(lambda chunk: list(map(function, chunk)), chunks) for found in chunk]
+
+
+def among(column: pd.Series, keys: Container[str]) -> np.ndarray:
+    """Which of a column's texts are among the keys, bool; for millions, where pandas' isin takes ten times as long."""
+    return np.fromiter((text in keys for text in column.to_list()), dtype=bool, count=len(column))
 
 
 def _table(shards: Sequence[Shard]) -> pd.DataFrame:
@@ -580,7 +585,7 @@ class StatesIndex:
         if not self._is_there(self._place(key)[0]):
             # `snakemake gc` packs what is left of a shard into another; the states are the same.
             known = self._store.known()
-            self._places |= _places(known[known["sample_key"].isin(self._places)])
+            self._places |= _places(known[among(known["sample_key"], self._places)])
         name, sample, tokens = self._place(key)
         file, offsets = self._shard(name)
         start, end = int(offsets[sample]), int(offsets[sample + 1])
