@@ -191,6 +191,31 @@ def test_a_sample_in_two_shards_counts_once(tmp_path):
     assert known["sample_key"].is_unique and len(known) == 3
 
 
+def test_a_lookup_opens_only_shards_that_are_new_or_changed(tmp_path, monkeypatch):
+    _, store, samples, [long, short] = fill(tmp_path, shards=((3, 4), (3,)))
+    opened, read_shard = [], hs.read_shard
+
+    def read(path):
+        opened.append(path.name)
+        return read_shard(path)
+
+    monkeypatch.setattr(hs, "read_shard", read)
+    first = store.known(remember=True)
+    assert sorted(opened) == sorted([long.name, short.name]) and first["seconds"].sum() == pytest.approx(3.0)
+    opened.clear()
+    assert store.known().equals(first) and not opened
+    *_, [new] = fill(tmp_path, shards=((3, 9),))  # the first sample of `long`, and another
+    assert len(store.known(remember=True)) == 4 and opened == [new.name]
+    opened.clear()
+    long.unlink()
+    assert set(store.known()["sample_key"]) == {samples[0].key, samples[2].key, read_shard(new).keys[1]} and not opened
+    damage_append(short)
+    assert samples[2].key not in set(store.known(remember=True)["sample_key"]) and opened == [short.name]
+    (store.folder / ".lookup.parquet").write_bytes(b"damaged")
+    opened.clear()
+    assert len(store.known()) == 2 and sorted(opened) == sorted([new.name, short.name])
+
+
 def test_open_shards_are_bounded_and_the_index_pickles(tmp_path):
     capture, store, samples, _ = fill(tmp_path, shards=((3,),) * 6)
     write_index(tmp_path / "index", store, capture)

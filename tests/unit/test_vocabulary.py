@@ -19,7 +19,9 @@ from checkout import SCRIPTS
 from tiny_targets import make_tiny_llama
 
 
-def test_only_supervised_tokens_are_counted():
+@pytest.mark.parametrize("at_once", [1, 3, 1_000_000])
+def test_only_supervised_tokens_are_counted(monkeypatch, at_once):
+    monkeypatch.setattr(vocabulary, "_COUNTED_AT_ONCE", at_once)
     rows = [([5, 1, 1, 2], [0, 1, 1, 1], "a"), ([2, 3], [1, 0], "a"), ([4, 4], [1, 1], "b")]
     counts = vocabulary.count_supervised(rows, 6)
     assert {source: own.tolist() for source, own in counts.items()} == {"a": [0, 2, 2, 0, 0, 0], "b": [0, 0, 0, 0, 2, 0]}

@@ -232,6 +232,11 @@ def get_training_gpus(wildcards, input):
     )
 
 
+def get_training_memory(wildcards):
+    """MB of the host's memory for a training: for each GPU a process and its loader's, which hold about 18 packs ready."""
+    return 20000 * max(1, PLAN.training_gpus(PLAN.runs[wildcards.run]))
+
+
 def get_training_threads(wildcards):
     return (
         max(1, min(8, workflow.cores // 2))

@@ -49,7 +49,7 @@ rule train_draft:
         ENVIRONMENT
     threads: get_training_threads
     resources:
-        mem_mb=16000,
+        mem_mb=get_training_memory,
         gpu=get_training_gpus,
     params:
         store=config["store"],

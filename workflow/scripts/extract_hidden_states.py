@@ -15,7 +15,7 @@ from aerie import cli
 from aerie.devices import lease
 from aerie.errors import AerieError
 from aerie.extraction import Job, Outcome, SampleSet
-from aerie.hidden_states import HiddenStateStore, bucket_of, part_of, write_table
+from aerie.hidden_states import HiddenStateStore, among, bucket_of, part_of, write_table
 from aerie.stage import Recipe, kept_log
 from aerie.targets import Target
 
@@ -37,12 +37,12 @@ def main(args: argparse.Namespace) -> None:
     recipe = Recipe.read(args.recipe)
     job = Job.of(recipe, Target.read(args.target))
     store = HiddenStateStore(args.store, job.capture_key)
-    missing = pd.read_parquet(args.missing)["sample_key"]
+    missing = pd.read_parquet(args.missing)["sample_key"].to_list()
     wanted = {key for key in missing if part_of(key, args.parts) == args.part}
     if wanted:
         with store.locked(bucket_of(key) for key in wanted):
             # Another process may have extracted some since the table was made.
-            lacking = wanted - set(store.known()["sample_key"])
+            lacking = wanted - set(store.known(remember=True)["sample_key"].to_list())
             if len(lacking) < len(wanted):
                 cli.say(
                     f"hidden states: {len(wanted) - len(lacking):,} of the {len(wanted):,} samples were written meanwhile or by an earlier attempt"
@@ -54,13 +54,13 @@ def main(args: argparse.Namespace) -> None:
                 attempt = store.folder / "attempts" / time.strftime(f"%Y%m%dT%H%M%S-part-{args.part}-of-{args.parts}.log", time.gmtime())
                 with kept_log(args.log, attempt), lease(recipe.runtime["gpus"], args.gpus):
                     extract(job, samples, store).raise_failures()
-    known = store.known()
-    found = known[known["sample_key"].isin(wanted)].sort_values("sample_key", ignore_index=True)
+    known = store.known(remember=True)
+    found = known[among(known["sample_key"], wanted)].sort_values("sample_key", ignore_index=True)
     if len(found) != len(wanted):
         raise AerieError(
             f"{len(wanted) - len(found):,} of {len(wanted):,} samples were written and are not in {store.folder}. Check the disk."
         )
-    write_table(found, args.output)
+    write_table(found.drop(columns="seconds"), args.output)
     cli.say(f"hidden states: part {args.part} of {args.parts} is complete, {len(wanted):,} samples")
 
 

@@ -11,7 +11,7 @@ import pandas as pd
 
 from aerie import cli
 from aerie.extraction import Job, SampleSet
-from aerie.hidden_states import HiddenStateStore, write_table
+from aerie.hidden_states import HiddenStateStore, among, write_table
 from aerie.stage import Recipe, read_manifest
 from aerie.store import Use, open_store, record_use
 from aerie.targets import Target
@@ -31,9 +31,9 @@ def main(args: argparse.Namespace) -> None:
     open_store(args.store)
     dataset = f"prepare_dataset/{read_manifest(args.dataset)['key']}"
     record_use(args.store, args.recipe, Use(captures={job.capture_key: dataset}))
-    known = set(HiddenStateStore(args.store, job.capture_key).known()["sample_key"])
+    known = set(HiddenStateStore(args.store, job.capture_key).known(remember=True)["sample_key"].to_list())
     wanted = pd.DataFrame({"sample_key": samples.keys, "tokens": samples.tokens}).drop_duplicates("sample_key")
-    missing = wanted[~wanted["sample_key"].isin(known)].sort_values("sample_key", ignore_index=True)
+    missing = wanted[~among(wanted["sample_key"], known)].sort_values("sample_key", ignore_index=True)
     write_table(missing, args.output)
     found, tokens = len(wanted) - len(missing), int(missing["tokens"].sum())
     cli.say(f"hidden states: {found:,} of {len(wanted):,} samples are in the store, {tokens:,} tokens to extract")

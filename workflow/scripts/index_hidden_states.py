@@ -13,7 +13,7 @@ import pandas as pd
 from aerie import cli
 from aerie.errors import AerieError
 from aerie.extraction import Job, SampleSet
-from aerie.hidden_states import HiddenStateStore, Shard, samples_table, write_table
+from aerie.hidden_states import HiddenStateStore, among, write_table
 from aerie.keys import digest_of, file_sha256
 from aerie.provenance import versions
 from aerie.stage import Recipe, read_manifest, write_atomically
@@ -32,13 +32,13 @@ def main(args: argparse.Namespace) -> None:
     job = Job.of(recipe, target)
     keys = sorted(set(SampleSet.of_dataset(args.dataset).keys))
     store = HiddenStateStore(args.store, job.capture_key)
-    shards = store.shards()
-    index = pick(samples_table(shards), keys)
+    found = pick(store.known(), keys)
+    index = found.drop(columns="seconds")
     store.verify_token_ids(index)
     path = args.output / "index.parquet"
     write_table(index, path)
     digest = digest_of({"capture_key": job.capture_key, "sample_keys": keys})
-    found = figures(index, shards, job.row_bytes)
+    counts = figures(found, job.row_bytes)
     manifest = {
         "stage": recipe.stage,
         "version": recipe.version,
@@ -50,16 +50,16 @@ def main(args: argparse.Namespace) -> None:
         "runtime": recipe.runtime,
         "inputs": {"target": target.digest, "dataset": read_manifest(args.dataset)["digest"]},
         "files": {"index.parquet": {"sha256": file_sha256(path), "bytes": path.stat().st_size}},
-        "figures": found,
+        "figures": counts,
         "versions": versions(),
-        "seconds": found["seconds"],  # of the extraction: the same whenever the index is made anew
+        "seconds": counts["seconds"],  # of the extraction: the same whenever the index is made anew
     }
     write_atomically(args.output / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True) + "\n")
 
 
 def pick(known: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     """The rows of the store's table for these keys, in their order; AerieError where one is missing."""
-    index = known[known["sample_key"].isin(set(keys))].sort_values("sample_key", ignore_index=True)
+    index = known[among(known["sample_key"], set(keys))].sort_values("sample_key", ignore_index=True)
     if len(index) != len(keys):
         lost = sorted(set(keys) - set(index["sample_key"]))
         raise AerieError(
@@ -69,16 +69,14 @@ def pick(known: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     return index
 
 
-def figures(index: pd.DataFrame, shards: list[Shard], bytes_a_token: int) -> dict[str, float | int]:
+def figures(found: pd.DataFrame, bytes_a_token: int) -> dict[str, float | int]:
     """Counts, and the extraction's speed as the shards recorded it (time shared by tokens with what else they hold)."""
-    tokens_of = index.groupby("shard")["tokens"].sum().to_dict()
-    seconds = sum(shard.seconds * tokens_of.get(shard.path.name, 0) / shard.tokens for shard in shards)
-    tokens = int(index["tokens"].sum())
+    tokens, seconds = int(found["tokens"].sum()), float(found["seconds"].sum())
     return {
-        "samples": len(index),
+        "samples": len(found),
         "tokens": tokens,
         "bytes": tokens * bytes_a_token,
-        "shards": len(tokens_of),
+        "shards": found["shard"].nunique(),
         "seconds": round(seconds, 3),
         "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
     }

@@ -5,6 +5,7 @@ Writes d2t.npy, t2d.npy (speculators' convention), coverage.json and manifest.js
 """
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -33,10 +34,7 @@ def main(args: argparse.Namespace) -> None:
 
     def compute(work: Path, out: Path) -> StageResult:
         tokenizer = target.tokenizer()
-        samples = load_samples(args.dataset).with_format("numpy")
-        train = samples.select(np.flatnonzero(np.asarray(samples["split"]) == "train"))
-        rows = (row for batch in train.iter(1000) for row in zip(batch["input_ids"], batch["loss_mask"], batch["source"], strict=True))
-        by_source = vocabulary.count_supervised(rows, target.vocab_size)
+        by_source = vocabulary.count_supervised(train_rows(args.dataset), target.vocab_size)
         if args.init_from:
             chosen = vocabulary.draft_map(args.init_from)
             if len(chosen.t2d) != target.vocab_size:
@@ -68,6 +66,17 @@ def main(args: argparse.Namespace) -> None:
             f"the draft's vocabulary of {found['draft_vocab_size']:,} tokens covers {found['coverage']:.2%} of the train split's supervised "
             f"tokens, and min_coverage is {wanted:.2%}: what it lacks, the draft can never propose. Raise vocab_size, or lower min_coverage."
         )
+
+
+def train_rows(dataset: Path) -> Iterator[tuple[np.ndarray, np.ndarray, str]]:
+    """(input_ids, loss_mask, source) of the train split, as views of the file, which for a million samples saves minutes."""
+    for batch in load_samples(dataset).with_format("arrow").iter(1000):
+        columns = [batch[name].combine_chunks() for name in ("input_ids", "loss_mask")]
+        bounds = np.concatenate([[0], np.cumsum(np.diff(columns[0].offsets.to_numpy()))])
+        ids, mask = (column.flatten().to_numpy() for column in columns)
+        for row, (split, source) in enumerate(zip(batch["split"].to_pylist(), batch["source"].to_pylist(), strict=True)):
+            if split == "train":
+                yield ids[bounds[row] : bounds[row + 1]], mask[bounds[row] : bounds[row + 1]], source
 
 
 if __name__ == "__main__":

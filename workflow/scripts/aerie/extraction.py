@@ -133,7 +133,7 @@ class SampleSet:
         rows = load_samples(folder)
         tokens = pc.list_value_length(rows.data.table.column("input_ids")).to_numpy().astype(np.int64)
         arrays = rows.select_columns(["input_ids"]).with_format("numpy")
-        return cls(list(rows["sample_key"]), tokens, lambda i: arrays[int(i)]["input_ids"])
+        return cls(rows.data.table.column("sample_key").to_pylist(), tokens, lambda i: arrays[int(i)]["input_ids"])
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -15,17 +15,19 @@ damage; a shorter or longer file than its header promises is never read.
 import fcntl
 import hashlib
 import json
+import math
 import os
 import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -39,13 +41,18 @@ from .stage import read_manifest
 if TYPE_CHECKING:
     import torch
 
+Given = TypeVar("Given")
+Found = TypeVar("Found")
+
 VERSION = 1  # raised when the same settings would give other states or another file format
 BUCKETS = 256
 SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float8": "F8_E4M3"}
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
 _FLOAT8_MAX = 448.0
+_HEADER_BYTES = 16384  # one read takes an ordinary header
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _STALE_SECONDS = 60
+_LOOKUP = ".lookup.parquet"  # in a capture's folder: what the last lookup read of its shards
 _CHECKED_BYTES = 64 * 2**20
 REMEDY = "Delete this shard and run `snakemake --forcerun find_missing_states`; only its samples are extracted anew."
 
@@ -211,7 +218,8 @@ class DamagedShard(AerieError):
 def read_shard(path: Path) -> Shard:
     """Reads and checks a shard's header; DamagedShard says what is wrong with it."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", buffering=_HEADER_BYTES) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # a lookup is to read no more of each shard
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")
@@ -227,7 +235,7 @@ def read_shard(path: Path) -> Shard:
         offsets = np.frombuffer(raw, dtype="<i8")
         stored = header["hidden_states"]
         tokens, layers, hidden_size = stored["shape"]
-        capture = json.loads(meta["capture"])
+        capture = _capture_of(meta["capture"])
         expected = _layout(len(keys), tokens, layers, hidden_size, capture["stored_dtype"])
         if header != expected or layers != len(capture["layer_ids"]):
             raise ValueError("its tensors are not those that its metadata describes")
@@ -249,6 +257,13 @@ def read_shard(path: Path) -> Shard:
         raise DamagedShard(f"{path}: this shard of hidden states cannot be read: {str(error) or repr(error)}. {REMEDY}") from error
 
 
+@cache
+def _capture_of(text: str) -> dict[str, Any]:
+    """A capture as shards name it: the same in most, so read once."""
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
 def _layout(samples: int, tokens: int, layers: int, hidden_size: int, stored_dtype: str) -> dict[str, Any]:
     """The safetensors header (without metadata). Widest items first, so that every tensor is aligned."""
     tensors: list[tuple[str, str, list[int], int]] = [
@@ -261,10 +276,24 @@ def _layout(samples: int, tokens: int, layers: int, hidden_size: int, stored_dty
         del tensors[2]
     header, start = {}, 0
     for name, dtype, shape, item in tensors:
-        end = start + item * int(np.prod(shape))
+        end = start + item * math.prod(shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
         start = end
     return header
+
+
+def shard_header(capture: Capture, keys: Sequence[str], tokens: int, hidden_size: int, seconds: float) -> bytes:
+    """What a shard begins with, up to its tensors: the header's length, and the header, filled up to a multiple of 8 bytes."""
+    metadata = {
+        "format": "aerie hidden states",
+        "sample_keys": canonical_json(keys),
+        "capture": canonical_json(capture.header()),
+        "seconds": f"{seconds:.6f}",
+    }
+    layout = _layout(len(keys), tokens, len(capture.layer_ids), hidden_size, capture.stored_dtype)
+    header = json.dumps({"__metadata__": metadata, **layout}, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header
 
 
 class HiddenStateStore:
@@ -276,10 +305,10 @@ class HiddenStateStore:
 
     def shards(self) -> list[Shard]:
         """Every readable shard, by name. A damaged one is named in a warning and left out: its samples are missing."""
-        paths = sorted(self.folder.glob("*.safetensors"))
-        with ThreadPoolExecutor(16) as pool:  # header reads wait for the file system
-            found = list(pool.map(self._read_or_none, paths))
-        return [shard for shard in found if shard is not None]
+        return self._read(sorted(path.name for path in self.folder.glob("*.safetensors")))
+
+    def _read(self, names: Sequence[str]) -> list[Shard]:
+        return [shard for shard in _in_threads(self._read_or_none, [self.folder / name for name in names]) if shard is not None]
 
     def _read_or_none(self, path: Path) -> Shard | None:
         try:
@@ -291,9 +320,39 @@ class HiddenStateStore:
             cli.say(f"warning: {error} Until then its samples count as missing.")
             return None
 
-    def known(self) -> pd.DataFrame:
-        """One row a stored sample: sample_key, shard (file name), sample (position in the shard), tokens."""
-        return samples_table(self.shards())
+    def known(self, remember: bool = False) -> pd.DataFrame:
+        """One row a stored sample: sample_key, shard (file name), sample (position in the shard), tokens, seconds (of the shard's).
+
+        A shard that an earlier lookup read, with the size and time that it still has, is not opened again. remember: for
+        later lookups, where the store can be written to.
+        """
+        there = self._listing()
+        before = self._remembered().merge(there, on=list(there.columns))
+        new = there[~among(there["shard"], set(before["shard"].to_list()))]
+        found = pd.concat([before, _table(self._read(list(new["shard"]))).merge(new, on="shard")], ignore_index=True)
+        if remember and len(new):
+            with suppress(OSError):
+                write_table(found, self.folder / _LOOKUP)
+        return found.drop(columns=["bytes", "mtime"]).drop_duplicates("sample_key", ignore_index=True)
+
+    def _listing(self) -> pd.DataFrame:
+        """shard, bytes, mtime (ns) of each shard, by name."""
+        rows = []
+        with suppress(FileNotFoundError), os.scandir(self.folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(".safetensors"):
+                    with suppress(FileNotFoundError):  # `snakemake gc` has just removed it
+                        stat = entry.stat()
+                        rows.append((entry.name, stat.st_size, stat.st_mtime_ns))
+        return pd.DataFrame(sorted(rows), columns=["shard", "bytes", "mtime"]).astype({"shard": "str", "bytes": "int64", "mtime": "int64"})
+
+    def _remembered(self) -> pd.DataFrame:
+        """What the last lookup noted: the columns of `known`, with the shards' bytes and mtime."""
+        empty = _table([]).assign(bytes=np.int64(0), mtime=np.int64(0))
+        try:
+            return pd.read_parquet(self.folder / _LOOKUP, columns=list(empty.columns))
+        except (OSError, ValueError, KeyError):  # none, or of another kind
+            return empty
 
     def write_shard(self, capture: Capture, samples: Sequence[StoredSample], seconds: float) -> Path:
         """Writes samples as one shard, durably, and returns its path.
@@ -306,18 +365,10 @@ class HiddenStateStore:
             _check_sample(sample, length, capture)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype("<i8")
         hidden_size = samples[0].states.shape[2]
-        layout = _layout(len(samples), int(offsets[-1]), len(capture.layer_ids), hidden_size, capture.stored_dtype)
-        metadata = {
-            "format": "aerie hidden states",
-            "sample_keys": canonical_json([sample.key for sample in samples]),
-            "capture": canonical_json(capture.header()),
-            "seconds": f"{seconds:.6f}",
-        }
-        header = json.dumps({"__metadata__": metadata, **layout}, separators=(",", ":")).encode()
-        header += b" " * (-len(header) % 8)
+        header = shard_header(capture, [sample.key for sample in samples], int(offsets[-1]), hidden_size, seconds)
 
         def parts() -> Iterator[Any]:
-            yield len(header).to_bytes(8, "little") + header
+            yield header
             yield offsets
             for sample in samples:
                 yield sample.token_ids.astype("<i4")
@@ -347,12 +398,18 @@ class HiddenStateStore:
 
     def verify_token_ids(self, table: pd.DataFrame) -> None:
         """Checks the token ids of the samples that a `known` table lists; DamagedShard where they are not the key's."""
-        for name, rows in table.groupby("shard"):
-            shard = read_shard(self.folder / str(name))
+        samples: dict[str, list[tuple[str, int]]] = {}
+        for name, key, sample in zip(table["shard"], table["sample_key"], table["sample"], strict=True):
+            samples.setdefault(name, []).append((key, sample))
+
+        def verify(name: str) -> None:
+            shard = read_shard(self.folder / name)
             ids = shard.token_ids()
-            for key, sample in zip(rows["sample_key"], rows["sample"], strict=True):
+            for key, sample in samples[name]:
                 if shard.keys[sample] != key or sample_key(ids[shard.offsets[sample] : shard.offsets[sample + 1]]) != key:
                     raise DamagedShard(f"{shard.path}: its token ids are not those of sample {key}. {REMEDY}")
+
+        _in_threads(verify, sorted(samples))
 
     def remove_stale(self) -> None:
         """Removes what killed writers left: temporary files that nobody holds a lock on."""
@@ -391,17 +448,31 @@ class HiddenStateStore:
             yield
 
 
-def samples_table(shards: Sequence[Shard]) -> pd.DataFrame:
-    """sample_key, shard (file name), sample (position), tokens; a sample that two shards hold is listed once."""
-    table = pd.DataFrame(
+def _in_threads(function: Callable[[Given], Found], items: Sequence[Given]) -> list[Found]:
+    """function of each item, in their order, in threads that wait for the file system; many at once, as threads cost too."""
+    chunks = [items[first : first + 64] for first in range(0, len(items), 64)]
+    with ThreadPoolExecutor(16) as pool:
+        return [found for chunk in pool.map(lambda chunk: list(map(function, chunk)), chunks) for found in chunk]
+
+
+def among(column: pd.Series, keys: Container[str]) -> np.ndarray:
+    """Which of a column's texts are among the keys, bool; for millions, where pandas' isin takes ten times as long."""
+    return np.fromiter((text in keys for text in column.to_list()), dtype=bool, count=len(column))
+
+
+def _table(shards: Sequence[Shard]) -> pd.DataFrame:
+    """One row for each sample of each shard, see `HiddenStateStore.known`."""
+    return pd.DataFrame(
         {
             "sample_key": np.concatenate([np.array(shard.keys, dtype=object) for shard in shards] or [np.array([], dtype=object)]),
             "shard": np.repeat(np.array([shard.path.name for shard in shards], dtype=object), [len(shard.keys) for shard in shards]),
             "sample": np.concatenate([np.arange(len(shard.keys)) for shard in shards] or [np.array([], dtype=np.int64)]).astype(np.int64),
             "tokens": np.concatenate([np.diff(shard.offsets) for shard in shards] or [np.array([], dtype=np.int64)]).astype(np.int64),
+            "seconds": np.concatenate(
+                [np.diff(shard.offsets) * (shard.seconds / shard.tokens) for shard in shards] or [np.array([], dtype=np.float64)]
+            ),
         }
     ).astype({"sample_key": "str", "shard": "str"})
-    return table.drop_duplicates("sample_key", ignore_index=True)
 
 
 def write_table(table: pd.DataFrame, path: Path) -> None:
@@ -514,7 +585,7 @@ class StatesIndex:
         if not self._is_there(self._place(key)[0]):
             # `snakemake gc` packs what is left of a shard into another; the states are the same.
             known = self._store.known()
-            self._places |= _places(known[known["sample_key"].isin(self._places)])
+            self._places |= _places(known[among(known["sample_key"], self._places)])
         name, sample, tokens = self._place(key)
         file, offsets = self._shard(name)
         start, end = int(offsets[sample]), int(offsets[sample + 1])

@@ -21,7 +21,7 @@ from .configuration import FOLDERS, Plan, Run
 from .drafts import draft_files, files_digest
 from .errors import AerieError, shown
 from .extraction import Job
-from .hidden_states import HiddenStateStore
+from .hidden_states import HiddenStateStore, among
 from .keys import digest_of, draft_digest, file_sha256
 from .progress import duration
 from .samples import sample_lengths
@@ -288,11 +288,10 @@ class Planner:
 
     def _count(self, step: Step, job: Job, folder: Path) -> Extraction:
         samples = self._lengths(folder)
-        shards = HiddenStateStore(self.store, job.capture_key).shards()
-        known = {key for shard in shards for key in shard.keys}
-        missing = samples[~samples["sample_key"].isin(known)]
-        seconds, tokens = sum(shard.seconds for shard in shards), sum(shard.tokens for shard in shards)
-        rate = tokens / seconds if seconds else self._rate(step)
+        known = HiddenStateStore(self.store, job.capture_key).known()
+        missing = samples[~among(samples["sample_key"], set(known["sample_key"].to_list()))]
+        seconds = float(known["seconds"].sum())
+        rate = int(known["tokens"].sum()) / seconds if seconds else self._rate(step)
         lacking = int(missing["tokens"].sum())
         return Extraction(len(samples), int(samples["tokens"].sum()), len(missing), lacking, lacking * job.row_bytes, rate)
 

@@ -6,12 +6,13 @@ A draft with the full vocabulary has d2t all zero and t2d all true.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from .errors import AerieError
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LISTED_LOST_TOKENS = 50
+_COUNTED_AT_ONCE = 1_000_000  # tokens; each sample by itself would take minutes for a million
 
 
 @dataclass(frozen=True)
@@ -64,18 +66,31 @@ def check_map(d2t: np.ndarray, t2d: np.ndarray) -> None:
         )
 
 
-def count_supervised(samples: Iterable[tuple[Sequence[int], Sequence[int], str]], vocab_size: int) -> dict[str, np.ndarray]:
+def count_supervised(samples: Iterable[tuple[ArrayLike, ArrayLike, str]], vocab_size: int) -> dict[str, np.ndarray]:
     """Counts of each target id among supervised tokens, {source: int64 [vocab_size]}, over (input_ids, loss_mask, source)."""
     counts: dict[str, np.ndarray] = {}
+    waiting: dict[str, list[np.ndarray]] = {}
+    tokens = 0
+
+    def count() -> None:
+        for source, arrays in waiting.items():
+            ids = np.concatenate(arrays)
+            if len(ids) and (ids.max() >= vocab_size or ids.min() < 0):
+                raise AerieError(
+                    f"the samples hold token id {int(ids.max())}, the target's vocabulary has {vocab_size} ids: "
+                    "they were made with another tokenizer. Run prepare_dataset for this target."
+                )
+            counts.setdefault(source, np.zeros(vocab_size, dtype=np.int64))
+            counts[source] += np.bincount(ids, minlength=vocab_size)
+
     for input_ids, loss_mask, source in samples:
         ids = np.asarray(input_ids, dtype=np.int64)[np.asarray(loss_mask, dtype=bool)]
-        if len(ids) and (ids.max() >= vocab_size or ids.min() < 0):
-            raise AerieError(
-                f"the samples hold token id {int(ids.max())}, the target's vocabulary has {vocab_size} ids: "
-                "they were made with another tokenizer. Run prepare_dataset for this target."
-            )
-        own = counts.setdefault(str(source), np.zeros(vocab_size, dtype=np.int64))
-        np.add.at(own, ids, 1)
+        waiting.setdefault(str(source), []).append(ids)
+        tokens += len(ids)
+        if tokens > _COUNTED_AT_ONCE:
+            count()
+            waiting, tokens = {}, 0
+    count()
     return counts
 
 
