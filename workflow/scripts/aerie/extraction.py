@@ -36,6 +36,7 @@ class Job:
     engine: str
     device: str = "auto"
     tensor_parallel: int = 1
+    nodes: int = 1
     engine_options: dict[str, Any] = field(default_factory=dict)
     value_options: dict[str, Any] = field(default_factory=dict)
     shard_bytes: int = SHARD_BYTES
@@ -66,6 +67,7 @@ class Job:
             value_options=settings["value_options"],
             device=runtime.get("device", "auto"),
             tensor_parallel=runtime.get("tensor_parallel", 1),
+            nodes=runtime.get("nodes", 1),
             engine_options=options,
             shard_bytes=runtime.get("shard_bytes", SHARD_BYTES),
         )
