@@ -36,10 +36,10 @@ class Job:
     engine: str
     device: str = "auto"
     tensor_parallel: int = 1
-    nodes: int = 1
     engine_options: dict[str, Any] = field(default_factory=dict)
     value_options: dict[str, Any] = field(default_factory=dict)
     shard_bytes: int = SHARD_BYTES
+    nodes: int = 1
 
     def __post_init__(self) -> None:
         layers = self.target.num_layers
@@ -67,9 +67,9 @@ class Job:
             value_options=settings["value_options"],
             device=runtime.get("device", "auto"),
             tensor_parallel=runtime.get("tensor_parallel", 1),
-            nodes=runtime.get("nodes", 1),
             engine_options=options,
             shard_bytes=runtime.get("shard_bytes", SHARD_BYTES),
+            nodes=runtime.get("nodes", 1),
         )
 
     @property
