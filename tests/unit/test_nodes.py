@@ -84,11 +84,12 @@ def steps():
 @pytest.mark.long
 def test_answers_of_two_nodes_are_those_of_one(slurm, targets):  # noqa: F811
     prompts = {number: sample.input_ids for number, sample in enumerate(make_samples(5, 20))}
-    answers = {}
-    for runtime in ({"tensor_parallel": 2, "nodes": 2}, {"tensor_parallel": 1}):
-        engine = generation.start(targets["llama"], {"device": "cpu", **runtime}, end_tokens=[3], max_length=60, dtype="float32")
-        found = answers[runtime["tensor_parallel"]] = {}
-        engine.converse(prompts, lambda number, answer, found=found: found.update({number: answer.token_ids}), 16)
+    answers: dict[int, dict[int, list[int]]] = {}
+    for count in (2, 1):
+        runtime = {"device": "cpu", "tensor_parallel": count, "nodes": count}
+        engine = generation.start(targets["llama"], runtime, end_tokens=[3], max_length=60, dtype="float32")
+        found = answers[count] = {}
+        engine.converse(prompts, lambda number, answer: found.update({number: answer.token_ids}), 16)  # noqa: B023 - called at once
         engine.close()
     assert answers[1] == answers[2] and len(answers[1]) == 5
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,14 +34,14 @@ def load(arguments: dict[str, Any]) -> "LLM":
 
     Call it in the main thread. AerieError before anything is loaded where the job has too few nodes.
     """
-    from vllm import LLM
-
     nodes = int(arguments.get("nnodes", 1))
-    if nodes == 1:
-        return LLM(**arguments)
+    if nodes > 1:
+        check_job(nodes)
+    from vllm import LLM
     from vllm.utils.network_utils import get_ip, get_open_port
 
-    check_job(nodes)
+    if nodes == 1:
+        return LLM(**arguments)
     arguments = arguments | {"master_addr": get_ip(), "master_port": get_open_port()}
     others = _OtherNodes(arguments)
     try:
@@ -54,9 +55,12 @@ def load(arguments: dict[str, Any]) -> "LLM":
 
 def shut_down(llm: "LLM") -> None:
     """Ends the workers of an engine that `load` gave, on all its nodes."""
+    others: _OtherNodes | None = getattr(llm, "other_nodes", None)
+    if others:
+        others.ending = True
     llm.llm_engine.engine_core.shutdown()
-    if hasattr(llm, "other_nodes"):
-        llm.other_nodes.end()
+    if others:
+        others.end()
 
 
 def check_job(nodes: int) -> None:
@@ -76,7 +80,7 @@ class _OtherNodes:
     """The job steps in which an engine's other nodes have their workers."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        self._ending = False
+        self.ending = False  # once true, a step may end
         signal.signal(signal.SIGUSR1, self._fail)
         self._steps: list[subprocess.Popen[str]] = []
         nodes = int(arguments["nnodes"])
@@ -85,20 +89,23 @@ class _OtherNodes:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_SCRIPTS), os.environ.get("PYTHONPATH"))))
         for node in range(1, nodes):
             # This process is on the job's first node, since the Slurm plugin starts it in the batch step.
-            step = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--relative={node}", *([f"--gpus={gpus}"] if gpus else [])]
-            process = subprocess.Popen([*step, sys.executable, "-m", __name__], stdin=subprocess.PIPE, text=True, env=environment)
+            srun = ["srun", "--overlap", "--cpu-bind=none", "--nodes=1", "--ntasks=1", f"--relative={node}"]
+            command = [*srun, *([f"--gpus={gpus}"] if gpus else []), sys.executable, "-m", __name__]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment)
             self._steps.append(process)
             threading.Thread(target=self._watch, args=(process,), daemon=True).start()
             assert process.stdin is not None
-            process.stdin.write(json.dumps({"arguments": arguments | {"node_rank": node}, "gpus": gpus}) + "\n")
-            process.stdin.flush()  # and left open: its end is the workers' end
+            with suppress(BrokenPipeError):  # it has ended already, which _watch sees
+                process.stdin.write(json.dumps({"arguments": arguments | {"node_rank": node}, "gpus": gpus}) + "\n")
+                process.stdin.flush()  # and left open: its end is the workers' end
 
     def end(self) -> None:
         """Ends the steps, and waits for them."""
-        self._ending = True
+        self.ending = True
         for step in self._steps:
             assert step.stdin is not None
-            step.stdin.close()
+            with suppress(BrokenPipeError):
+                step.stdin.close()
         for step in self._steps:
             try:
                 step.wait(_SECONDS_TO_END)
@@ -107,13 +114,14 @@ class _OtherNodes:
 
     def _watch(self, step: "subprocess.Popen[str]") -> None:
         step.wait()
-        if not self._ending:
-            os.kill(os.getpid(), signal.SIGUSR1)  # wherever the main thread waits for the workers, it is interrupted
+        if not self.ending:
+            # Wherever the main thread waits for the workers, this interrupts it.
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
     def _fail(self, signum: int, frame: object) -> None:
-        if self._ending:
+        if self.ending:
             return
-        self._ending = True
+        self.ending = True
         for worker in multiprocessing.active_children():  # so that vLLM knows that its executor is broken
             worker.kill()
         ended = [f"on node {node} {describe_exit(step.returncode)}" for node, step in enumerate(self._steps, 1) if step.poll() is not None]
