@@ -100,7 +100,7 @@ def nodes(subject: Subject) -> Finding:
             f"Set tensor_parallel to {subject.nodes}",
         )
     check_job(subject.nodes)
-    return Finding("ok", f"the {subject.nodes} that the target takes, with {subject.tensor_parallel // subject.nodes} workers on each")
+    return Finding("ok", f"{subject.nodes} in the job, each for {subject.tensor_parallel // subject.nodes} of the engine's workers")
 
 
 def memory(subject: Subject) -> Finding:
