@@ -132,11 +132,12 @@ class SlurmCluster:
                 gpus.append(f"NodeName={node} Name=gpu File={device} Flags=nvidia_gpu_env")
         text = CONFIGURATION.format(host=host, ports=ports, user=getpass.getuser(), folder=self.folder, nodes="\n".join(nodes))
         (self.folder / "slurm.conf").write_text(text)
-        # The plugin takes SLURM_CONF out of the environment of the srun within a job.
+        # The plugin takes SLURM_CONF out of a job's environment.
         (self.folder / "bin").mkdir()
-        srun = self.folder / "bin/srun"
-        srun.write_text(f'#!/bin/sh\nSLURM_CONF={self.folder}/slurm.conf exec {shutil.which("srun")} "$@"\n')
-        srun.chmod(0o755)
+        for name in ("srun", "squeue"):
+            program = self.folder / "bin" / name
+            program.write_text(f'#!/bin/sh\nSLURM_CONF={self.folder}/slurm.conf exec {shutil.which(name)} "$@"\n')
+            program.chmod(0o755)
         (self.folder / "gres.conf").write_text("\n".join(["AutoDetect=off", *gpus]) + "\n")
 
     def _munge_options(self) -> list[str]:

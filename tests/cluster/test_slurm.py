@@ -96,6 +96,38 @@ def test_the_whole_pipeline_runs_as_slurm_jobs(cluster, tmp_path):
     assert again.code == 0 and "Nothing to be done" in again.text
 
 
+def test_one_engine_over_two_nodes(cluster, tmp_path, monkeypatch):
+    """The whole pipeline with a target that takes both nodes; then the preflight of one that takes their GPUs, too."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # both nodes' workers are on this machine's cores
+    workflow = TinyWorkflow(tmp_path)
+    make_tiny_llama(tmp_path / "target")
+    workflow.config["targets"]["tiny"] |= {"tensor_parallel": 2, "nodes": 2}
+    workflow.write()
+    submitted = Submitted(workflow, cluster)
+    result = submitted.wait()
+    assert result.code == 0, result.text
+    jobs = {rule_of(job): job for job in submitted.jobs()}
+    engines = {"preflight_target", "regenerate_responses", "extract_hidden_states", "evaluate_draft"}
+    assert {rule: job["NumNodes"] for rule, job in jobs.items()} == {rule: "2" if rule in engines else "1" for rule in jobs}
+    assert {job["JobState"] for job in jobs.values()} == {"COMPLETED"} and engines < set(jobs)
+    log = (tmp_path / "results/logs/extract_hidden_states/tiny/talk/default_float32/part-0-of-1.log").read_text()
+    assert "world_size=2 rank=1 local_rank=0" in log  # said by a worker of the second node
+    keys = [key for path in tmp_path.glob("results/.store/hidden_states/*/*.safetensors") for key in read_shard(path).keys]
+    assert len(keys) == len(set(keys)) == workflow.manifest(*Path(STATES).parts[1:])["figures"]["samples"] > 30
+    assert json.loads((tmp_path / "results/evaluations/a/acceptance.json").read_text())["prompts"] == 6
+    assert "2 in the job, each for 1 of the engine's workers" in (tmp_path / "results/preflight/tiny.txt").read_text()
+
+    workflow.config["targets"] = {"far": {"path": "target", "device": "cuda", "tensor_parallel": 2, "nodes": 2}}
+    workflow.write()
+    (tmp_path / "config/runs.tsv").write_text("run\ttarget\tdataset\tdraft\na\tfar\ttalk\teagle3\n")
+    submitted = Submitted(workflow, cluster, "results/preflight/far.json")
+    result = submitted.wait()
+    assert result.code == 0, result.text  # that the host has no GPU is a warning
+    [job] = [job for job in submitted.jobs() if rule_of(job) == "preflight_target"]
+    assert (job["NumNodes"], job["TresPerJob"], job["MinMemoryNode"]) == ("2", "gres:gpu:2", "16000M")
+    assert "2 in the job, each for 1 of the engine's workers" in (tmp_path / "results/preflight/far.txt").read_text()
+
+
 @pytest.fixture
 def wide(tmp_path):
     """A target whose states are so large (80 kB a token) that a part writes a shard every 3,200 tokens; 64,000 tokens in all."""

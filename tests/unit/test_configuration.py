@@ -198,6 +198,16 @@ def test_auto_follows_the_machine(tmp_path):
     assert plan(tmp_path, has_gpu=True).gpus("t") == 4
 
 
+def test_nodes_share_the_gpus(tmp_path):
+    target = {"hub_id": "a/b", "revision": "0" * 40, "tensor_parallel": 4}
+    made = plan(tmp_path, has_gpu=True, targets={"t": target | {"nodes": 2}})
+    runtime = json.loads(made.recipes["extract_hidden_states", "t/d/default_bfloat16"])["runtime"]
+    assert (made.gpus("t"), made.nodes("t"), runtime["gpus"], runtime["nodes"]) == (4, 2, 4, 2)
+    assert plan(tmp_path, targets={"t": target | {"nodes": 1}}).recipes == plan(tmp_path, targets={"t": target}).recipes
+    with pytest.raises(AerieError, match="target t: tensor_parallel is 4, nodes 3"):
+        _ = plan(tmp_path, targets={"t": target | {"nodes": 3}}).recipes
+
+
 def test_the_number_of_gpus_changes_no_key(tmp_path):
     drafts = {"big": {"training": {"packs_per_step": 8}}, "small": {"training": {"packs_per_step": 8, "gpus": 4}}}
     made = plan(tmp_path, has_gpu=True, drafts=drafts)

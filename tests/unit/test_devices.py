@@ -31,6 +31,15 @@ def test_too_few_granted_is_refused(tmp_path):
         pass
 
 
+def test_a_host_holds_its_share_of_several_nodes(tmp_path):
+    with lease(6, 6, tmp_path, nodes=2) as held:
+        assert len(held) == 3 and os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(held)
+    with pytest.raises(AerieError, match="needs 16 GPUs and was granted 8"), lease(16, 8, tmp_path, nodes=2):
+        pass
+    with pytest.raises(AerieError, match="needs 8 GPUs on each of its nodes, this host offers 3"), lease(16, 16, tmp_path, nodes=2):
+        pass
+
+
 def test_no_gpu_needed_takes_none(tmp_path):
     with lease(0, 0, tmp_path) as held:
         assert held == [] and not list(tmp_path.iterdir())

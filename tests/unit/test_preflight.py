@@ -259,6 +259,7 @@ FAULTS = {
     "option": (lambda c: c.runtime.update(engine_options={"no_such": 1}), "engine options", "no_such"),
     "option-fixed": (lambda c: c.runtime.update(engine_options={"enable_prefix_caching": True}), "engine options", "enable_prefix_caching"),
     # draft and lengths
+    "pipeline": (lambda c: c.runtime.update(engine_options={"pipeline_parallel_size": 2}), "engine options", "do not hand on the hidden states"),
     "heads": (lambda c: c.edit(num_attention_heads=4, num_key_value_heads=3), "draft geometry", "do not divide among 3 key-value heads"),
     "parallel": (lambda c: c.runtime.update(tensor_parallel=3), "draft geometry", "among 3 GPUs"),
     "length": (lambda c: c.dataset.update(max_length=1024), "lengths", "max_length of dataset talk is 1,024"),
@@ -297,6 +298,7 @@ FAULTS = {
     "no-number": (lambda c: c.edit_weights(poison), "weight values", "model.layers.3.mlp.up_proj.weight in model.safetensors holds nan at [5, 7]"),
     # machine
     "gpus": (lambda c: c.runtime.update(device="cuda", gpus=4, tensor_parallel=4), "gpus", "takes 4 GPUs, Snakemake granted 0"),
+    "nodes": (lambda c: c.runtime.update(tensor_parallel=2, nodes=2), "nodes", "takes 2 nodes of a Slurm job, and this is no Slurm job"),
     "memory": (big_weights, "memory", "100,000.0 GB of weights"),
     "disk": (too_much_data, "disk", "free at"),
 }  # fmt: skip

@@ -7,6 +7,7 @@ import pytest
 
 from aerie.stage import Recipe
 from checkout import ROOT
+from tiny_targets import make_tiny_llama
 from tiny_workflow import TinyWorkflow, run
 
 UTILITIES = ("plan", "status", "gc", "verify")
@@ -45,6 +46,22 @@ def test_a_preset_plans_without_asking_the_hub(preset, tmp_path):
         result.rules["extract_hidden_states"] == (1 if preset in ("deepseek-v3", "kimi-k2.5") else 8) and result.rules["train_draft"] == 1
     )
     assert "gpu=8" in result.text if preset in ("deepseek-v3", "kimi-k2.5") else "gpu=1" in result.text
+
+
+def test_a_target_of_two_nodes_asks_for_them(tmp_path):
+    workflow = TinyWorkflow(tmp_path)
+    make_tiny_llama(tmp_path / "target")
+    workflow.config["targets"]["tiny"] |= {"device": "cuda", "tensor_parallel": 4, "nodes": 2}
+    workflow.write()
+    found = re.findall(r"rule (\w+):.*?resources: ([^\n]*)", workflow.run("-n").text, re.DOTALL)
+    asked = {rule: set(resources.split(", ")) for rule, resources in found}
+    engines = {"preflight_target", "regenerate_responses", "extract_hidden_states", "evaluate_draft"}
+    wanted = {"gpu=4", "nodes=2", "tasks=2", "tasks_per_gpu=0", "mpi=srun", "mem_mb=32000"}
+    assert {rule for rule, resources in asked.items() if wanted <= resources} == engines
+    assert not any("mpi" in str(resources) for rule, resources in asked.items() if rule not in engines)
+    workflow.config["targets"]["tiny"]["nodes"] = 1
+    workflow.write()
+    assert not re.search("mpi=|tasks", workflow.run("-n").text)
 
 
 def test_a_restored_draft_asks_for_no_gpu(tmp_path):

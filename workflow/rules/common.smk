@@ -112,11 +112,46 @@ def get_engine_threads(wildcards):
     )
 
 
-def get_engine_memory(wildcards):
-    """MB of the host's memory for an engine: 16 GB, for each GPU's worker process where there are several."""
+def get_target(wildcards):
     run = wildcards.get("run")
-    target = PLAN.runs[run].target if run else wildcards.target
-    return 16000 * max(1, PLAN.gpus(target))
+    return PLAN.runs[run].target if run else wildcards.target
+
+
+def get_engine_memory(wildcards):
+    """MB of a host's memory for an engine: 16 GB, for each of its GPUs' worker processes where there are several."""
+    target = get_target(wildcards)
+    return 16000 * max(1, PLAN.gpus(target) // PLAN.nodes(target))
+
+
+def get_engine_gpus(wildcards):
+    """GPUs for an engine, over all its nodes."""
+    return PLAN.gpus(get_target(wildcards))
+
+
+def get_engine_nodes(wildcards, input):
+    return PLAN.nodes(get_target(wildcards))
+
+
+def over_nodes(get_nodes):
+    """Resources of an engine that may take several nodes of a Slurm job, whose number the function gives.
+
+    With several, `mpi` has the Slurm plugin start the command on the first node without srun, of which it would ask all GPUs
+    on one node; it then wants `tasks`, one a node, and takes them for `tasks_per_gpu` unless there is one.
+    """
+
+    def where_several(value):
+        def get(wildcards, input):
+            nodes = get_nodes(wildcards, input)
+            return value(nodes) if nodes > 1 else None
+
+        return get
+
+    return {
+        "nodes": get_nodes,
+        "tasks": where_several(lambda nodes: nodes),
+        "tasks_per_gpu": where_several(lambda nodes: 0),
+        "mpi": where_several(lambda nodes: "srun"),
+    }
 
 
 def is_utility():
@@ -185,15 +220,23 @@ def get_sources(wildcards):
     return get_source_files(PLAN.sources(wildcards.target, wildcards.dataset))
 
 
-def get_extraction_gpus(wildcards, input):
-    """GPUs for a part: none where the store lacks nothing. Evaluated when the input exists."""
-    gpus = PLAN.gpus(wildcards.target)
-    missing = Path(input.missing)
-    if gpus and missing.exists():
-        from pyarrow.parquet import read_metadata
+def is_nothing_missing(input):
+    """Whether a part of an extraction has nothing to do. Evaluated when the input exists."""
+    from pyarrow.parquet import read_metadata
 
-        return gpus if read_metadata(missing).num_rows else 0
-    return gpus
+    missing = Path(input.missing)
+    return missing.exists() and not read_metadata(missing).num_rows
+
+
+def get_extraction_gpus(wildcards, input):
+    """GPUs for a part: none where the store lacks nothing."""
+    gpus = PLAN.gpus(wildcards.target)
+    return 0 if gpus and is_nothing_missing(input) else gpus
+
+
+def get_extraction_nodes(wildcards, input):
+    nodes = PLAN.nodes(wildcards.target)
+    return 1 if nodes > 1 and is_nothing_missing(input) else nodes
 
 
 def get_run_file(pattern):

@@ -18,8 +18,9 @@ rule regenerate_responses:
         ENVIRONMENT
     threads: get_engine_threads
     resources:
+        **over_nodes(get_engine_nodes),
         mem_mb=get_engine_memory,
-        gpu=lambda wildcards: PLAN.gpus(wildcards.target),
+        gpu=get_engine_gpus,
     params:
         store=config["store"],
     shell:

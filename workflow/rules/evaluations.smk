@@ -26,8 +26,9 @@ rule evaluate_draft:
         ENVIRONMENT
     threads: get_evaluation_threads
     resources:
+        **over_nodes(get_engine_nodes),
         mem_mb=get_engine_memory,
-        gpu=lambda wildcards: PLAN.gpus(PLAN.runs[wildcards.run].target),
+        gpu=get_engine_gpus,
     params:
         store=config["store"],
     shell:

@@ -45,6 +45,7 @@ rule extract_hidden_states:
         ENVIRONMENT
     threads: get_engine_threads
     resources:
+        **over_nodes(get_extraction_nodes),
         mem_mb=get_engine_memory,
         gpu=get_extraction_gpus,
     params:

@@ -81,8 +81,9 @@ rule preflight_target:
     conda:
         ENVIRONMENT
     resources:
+        **over_nodes(get_engine_nodes),
         mem_mb=get_engine_memory,
-        gpu=lambda wildcards: PLAN.gpus(wildcards.target),
+        gpu=get_engine_gpus,
     params:
         store=config["store"],
     shell:

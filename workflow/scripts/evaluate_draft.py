@@ -138,7 +138,7 @@ def engine_key(engine: str, recipe: Recipe, target: Target, prompts_digest: str)
 def engine_run(engine: str, path: Path, recipe: Recipe, args: argparse.Namespace) -> EngineRun:
     """An engine's answers: as found at `path`, or made by a child process that writes them there."""
     if not path.exists():
-        with locked(path.with_suffix(".lock"), engine), lease(recipe.runtime["gpus"], args.gpus):
+        with locked(path.with_suffix(".lock"), engine), lease(recipe.runtime["gpus"], args.gpus, nodes=recipe.runtime.get("nodes", 1)):
             if not path.exists():  # else another run of the same made it meanwhile
                 cli.say(f"evaluate: answering the prompts {phrase(engine)}")
                 command = [sys.executable, sys.argv[0], "--engine", engine, "--output", str(path)]

@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> None:
                 job.check_disk(len(samples), int(samples.tokens.sum()), args.store)
                 store.remove_stale()
                 attempt = store.folder / "attempts" / time.strftime(f"%Y%m%dT%H%M%S-part-{args.part}-of-{args.parts}.log", time.gmtime())
-                with kept_log(args.log, attempt), lease(recipe.runtime["gpus"], args.gpus):
+                with kept_log(args.log, attempt), lease(recipe.runtime["gpus"], args.gpus, nodes=job.nodes):
                     extract(job, samples, store).raise_failures()
     known = store.known(remember=True)
     found = known[among(known["sample_key"], wanted)].sort_values("sample_key", ignore_index=True)

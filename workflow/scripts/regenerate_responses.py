@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> None:
     inputs = {"target": target.digest, "prompts": sources_digest(sources)}
 
     def compute(work: Path, out: Path) -> StageResult:
-        with lease(recipe.runtime.get("gpus", 0), args.gpus):
+        with lease(recipe.runtime.get("gpus", 0), args.gpus, nodes=recipe.runtime.get("nodes", 1)):
             return regenerate(recipe, target, sources, args.store, out)
 
     answers = [f"answers/{answers_key(recipe, target)}"]

@@ -13,6 +13,7 @@ from . import provenance
 from .devices import gpu_uuids, has_driver
 from .errors import AerieError
 from .hidden_states import row_bytes
+from .nodes import check_job
 from .preflight import Finding, Subject
 from .vllm_options import device_type
 
@@ -79,10 +80,27 @@ def gpus(subject: Subject) -> Finding:
         return Finding(
             "warning", f"{needed} granted; this host has no NVIDIA driver, so they could not be looked at", "Run it on a GPU host"
         )
-    there = len(gpu_uuids())
-    if there < needed:
-        return Finding("failed", f"the target takes {needed} GPUs, this host has {there}", "Lower the target's tensor_parallel")
-    return Finding("ok", f"{needed} of this host's {there}")
+    there, here = len(gpu_uuids()), needed // subject.nodes
+    if there < here:
+        each = " on each of its nodes" if subject.nodes > 1 else ""
+        return Finding("failed", f"the target takes {here} GPUs{each}, this host has {there}", "Lower the target's tensor_parallel")
+    return Finding("ok", f"{here} of this host's {there}")
+
+
+def nodes(subject: Subject) -> Finding:
+    """Whether the job has the nodes that the target takes, and its engine can use them."""
+    if subject.nodes == 1:
+        return Finding("ok", "one")
+    if subject.settings["engine"] == "transformers":
+        return Finding("failed", f"the target takes {subject.nodes} nodes; transformers runs on one", "Set the target's nodes to 1")
+    if not subject.needs_gpus and subject.tensor_parallel != subject.nodes:
+        return Finding(
+            "failed",
+            f"tensor_parallel is {subject.tensor_parallel} over {subject.nodes} nodes; on CPU cores vLLM takes one worker of each node",
+            f"Set tensor_parallel to {subject.nodes}",
+        )
+    check_job(subject.nodes)
+    return Finding("ok", f"{subject.nodes} in the job, each for {subject.tensor_parallel // subject.nodes} of the engine's workers")
 
 
 def memory(subject: Subject) -> Finding:

@@ -254,6 +254,10 @@ class Plan:
         """GPUs that one engine with this target takes."""
         return int(self.config["targets"][target]["tensor_parallel"]) if self.device(target) == "cuda" else 0
 
+    def nodes(self, target: str) -> int:
+        """Nodes of a Slurm job that one engine with this target takes, each with as many of its GPUs."""
+        return int(self.config["targets"][target]["nodes"])
+
     def training_gpus(self, run: Run) -> int:
         return int(self.draft(run)["training"]["gpus"]) if self.device(run.target) == "cuda" else 0
 
@@ -268,7 +272,13 @@ class Plan:
     def engine(self, target: str) -> dict[str, Any]:
         """How vLLM is started with a target: changes the speed, not what is computed."""
         settings = self.config["targets"][target]
-        return {
+        if settings["tensor_parallel"] % settings["nodes"]:
+            raise AerieError(
+                f"target {target}: tensor_parallel is {settings['tensor_parallel']}, nodes {settings['nodes']}; each node is to have as many "
+                "of the GPUs as the others. Set tensor_parallel to a multiple of nodes."
+            )
+        several = {"nodes": settings["nodes"]} if settings["nodes"] > 1 else {}
+        return several | {
             "device": self.device(target),
             "gpus": self.gpus(target),
             "tensor_parallel": settings["tensor_parallel"],

@@ -25,24 +25,26 @@ def has_driver() -> bool:
 
 
 @contextmanager
-def lease(needed: int, granted: int, locks: Path = LOCKS) -> Iterator[list[str]]:
+def lease(needed: int, granted: int, locks: Path = LOCKS, nodes: int = 1) -> Iterator[list[str]]:
     """Holds `needed` GPUs and sets CUDA_VISIBLE_DEVICES to them; waits while they are taken. Call it before importing torch.
 
-    granted: what Snakemake granted, which may silently be fewer than the rule asked for. AerieError where it is, or where
-    this host has too few.
+    granted: what Snakemake granted, which may silently be fewer than the rule asked for. nodes: that share `needed` evenly;
+    this host's share is held. AerieError where too few were granted, or this host has too few.
     """
     if granted < needed:
         raise AerieError(f"this job needs {needed} GPUs and was granted {granted}: run snakemake with --resources gpu={needed} or more")
     if needed == 0:
         yield []
         return
+    needed //= nodes
     pool = gpu_uuids()
     preset = os.environ.get("CUDA_VISIBLE_DEVICES")
     if preset is not None:
         pool = {name: pool.get(name, name) for name in filter(None, preset.split(","))}
     if len(pool) < needed:
         source = f"CUDA_VISIBLE_DEVICES={preset}" if preset is not None else "nvidia-smi"
-        raise AerieError(f"this job needs {needed} GPUs, this host offers {len(pool)} ({source}): lower the target's tensor_parallel")
+        here = " on each of its nodes" if nodes > 1 else ""
+        raise AerieError(f"this job needs {needed} GPUs{here}, this host offers {len(pool)} ({source}): lower the target's tensor_parallel")
     held = _take(pool, needed, locks)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(held)
     cli.say(f"GPUs {', '.join(held)} of this host are leased")

@@ -8,6 +8,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
+from . import nodes
 from .errors import AerieError, Terminated, describe
 from .extraction import Failure, Job, Outcome, SampleSet
 from .hidden_states import HiddenStateStore
@@ -25,7 +26,7 @@ _ACCOUNT_SECONDS = 2.0
 # What the capture rests on; a user's engine_options may not change it.
 _FIXED = (
     "model", "dtype", "speculative_config", "kv_transfer_config", "worker_extension_cls", "enable_prefix_caching",
-    "pipeline_parallel_size", "data_parallel_size",
+    "data_parallel_size",
 )  # fmt: skip
 
 
@@ -52,10 +53,13 @@ def load(job: Job, longest: int, store: HiddenStateStore) -> "LLM":
     check_options(job.engine_options)
     # Room beyond the model's own limit is only for the token that vLLM generates and we ignore.
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
-    runtime = {"device": job.device, "tensor_parallel": job.tensor_parallel, "engine_options": job.engine_options}
+    runtime = {
+        "device": job.device,
+        "tensor_parallel": job.tensor_parallel,
+        "nodes": job.nodes,
+        "engine_options": job.engine_options,
+    }
     options = common_options(job.target, runtime) | {"max_model_len": _max_model_len(job, longest), "skip_tokenizer_init": True}
-    from vllm import LLM
-
     capture = vars(job.capture()) | {"layer_ids": list(job.layer_ids)}
     fixed: dict[str, Any] = dict(
         dtype=job.compute_dtype,
@@ -80,7 +84,7 @@ def load(job: Job, longest: int, store: HiddenStateStore) -> "LLM":
         enforce_eager=True,  # prefills gain nothing from graphs, and compiling takes minutes
         disable_log_stats=True,
     )
-    llm = LLM(**options | fixed)
+    llm = nodes.load(options | fixed)
     scheduler = llm.llm_engine.vllm_config.scheduler_config
     if not scheduler.enable_chunked_prefill and scheduler.max_num_batched_tokens < longest:
         raise AerieError(  # vLLM would wait for ever
@@ -95,6 +99,11 @@ def check_options(engine_options: dict[str, Any]) -> None:
     taken = sorted(set(engine_options) & set(_FIXED))
     if taken:
         raise AerieError(f"engine_options {', '.join(taken)}: extraction sets these itself. Take them out of the target's engine_options.")
+    if engine_options.get("pipeline_parallel_size", 1) != 1:
+        raise AerieError(
+            "engine_options pipeline_parallel_size: vLLM's pipeline stages do not hand on the hidden states that earlier stages captured. "
+            "Use the target's tensor_parallel, over several nodes if need be."
+        )
 
 
 def _max_model_len(job: Job, longest: int) -> int:
@@ -164,5 +173,5 @@ def shut_down(llm: "LLM") -> None:
     """Ends workers and threads, so that the process can end or load another target."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    llm.llm_engine.engine_core.shutdown()
+    nodes.shut_down(llm)
     cleanup_dist_env_and_memory()

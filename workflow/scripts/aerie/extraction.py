@@ -39,6 +39,7 @@ class Job:
     engine_options: dict[str, Any] = field(default_factory=dict)
     value_options: dict[str, Any] = field(default_factory=dict)
     shard_bytes: int = SHARD_BYTES
+    nodes: int = 1
 
     def __post_init__(self) -> None:
         layers = self.target.num_layers
@@ -68,6 +69,7 @@ class Job:
             tensor_parallel=runtime.get("tensor_parallel", 1),
             engine_options=options,
             shard_bytes=runtime.get("shard_bytes", SHARD_BYTES),
+            nodes=runtime.get("nodes", 1),
         )
 
     @property

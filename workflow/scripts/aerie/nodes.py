@@ -1,0 +1,162 @@
+"""One vLLM engine over several nodes of a Slurm job, by vLLM's own multiprocessing.
+
+The engine and the first node's workers belong to the process that loads it. On each other node this module runs as a step
+of the job: it takes the engine's arguments from its input and starts that node's workers, which end with the input. Where
+they end before, the engine is told: it would wait for their part of a sum for ever.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import cli
+from .devices import lease
+from .errors import AerieError, describe_exit
+from .vllm_options import device_type, prepare_process
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+_SCRIPTS = Path(__file__).resolve().parents[1]
+_OF_ONE_HOST = ("CUDA_VISIBLE_DEVICES", "VLLM_HOST_IP")
+_SECONDS_TO_END = 60
+
+
+def load(arguments: dict[str, Any]) -> "LLM":
+    """vllm.LLM(**arguments), see vllm_options.common_options; where `nnodes` is more than 1, with the other nodes' workers.
+
+    Call it in the main thread. AerieError before anything is loaded where the job has too few nodes.
+    """
+    nodes = int(arguments.get("nnodes", 1))
+    if nodes > 1:
+        check_job(nodes)
+    from vllm import LLM
+    from vllm.utils.network_utils import get_ip, get_open_port
+
+    if nodes == 1:
+        return LLM(**arguments)
+    arguments = arguments | {"master_addr": get_ip(), "master_port": get_open_port()}
+    others = _OtherNodes(arguments)
+    try:
+        llm = LLM(**arguments)
+    except BaseException:
+        others.end()
+        raise
+    llm.other_nodes = others
+    return llm
+
+
+def shut_down(llm: "LLM") -> None:
+    """Ends the workers of an engine that `load` gave, on all its nodes."""
+    others: _OtherNodes | None = getattr(llm, "other_nodes", None)
+    if others:
+        others.ending = True
+    llm.llm_engine.engine_core.shutdown()
+    if others:
+        others.end()
+
+
+def check_job(nodes: int) -> None:
+    """AerieError unless this process belongs to a Slurm job with so many nodes."""
+    remedy = "Run snakemake with --profile profiles/slurm, or set the target's nodes to 1."
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        raise AerieError(f"the target takes {nodes} nodes of a Slurm job, and this is no Slurm job (SLURM_JOB_ID is not set). {remedy}")
+    done = subprocess.run(["squeue", "--noheader", f"--jobs={job}", "--format=%D"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise AerieError(f"squeue does not say how many nodes Slurm job {job} has: {done.stderr.strip() or describe_exit(done.returncode)}")
+    if int(done.stdout) < nodes:
+        raise AerieError(f"the target takes {nodes} nodes, Slurm job {job} has {done.stdout.strip()}. {remedy}")
+
+
+class _OtherNodes:
+    """The job steps in which an engine's other nodes have their workers."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.ending = False  # once true, a step may end
+        signal.signal(signal.SIGUSR1, self._fail)
+        self._steps: list[subprocess.Popen[str]] = []
+        nodes = int(arguments["nnodes"])
+        gpus = arguments["tensor_parallel_size"] // nodes if device_type("auto") == "cuda" else 0
+        environment = {name: value for name, value in os.environ.items() if name not in _OF_ONE_HOST}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_SCRIPTS), os.environ.get("PYTHONPATH"))))
+        for node in range(1, nodes):
+            # This process is on the job's first node, since the Slurm plugin starts it in the batch step.
+            srun = ["srun", "--overlap", "--cpu-bind=none", "--nodes=1", "--ntasks=1", f"--relative={node}"]
+            command = [*srun, *([f"--gpus={gpus}"] if gpus else []), sys.executable, "-m", __name__]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment)
+            self._steps.append(process)
+            threading.Thread(target=self._watch, args=(process,), daemon=True).start()
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):  # it has ended already, which _watch sees
+                process.stdin.write(json.dumps({"arguments": arguments | {"node_rank": node}, "gpus": gpus}) + "\n")
+                process.stdin.flush()  # and left open: its end is the workers' end
+
+    def end(self) -> None:
+        """Ends the steps, and waits for them."""
+        self.ending = True
+        for step in self._steps:
+            assert step.stdin is not None
+            with suppress(BrokenPipeError):
+                step.stdin.close()
+        for step in self._steps:
+            try:
+                step.wait(_SECONDS_TO_END)
+            except subprocess.TimeoutExpired:
+                step.kill()
+
+    def _watch(self, step: "subprocess.Popen[str]") -> None:
+        step.wait()
+        if not self.ending:
+            # Wherever the main thread waits for the workers, this interrupts it.
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    def _fail(self, signum: int, frame: object) -> None:
+        if self.ending:
+            return
+        self.ending = True
+        for worker in multiprocessing.active_children():  # so that vLLM knows that its executor is broken
+            worker.kill()
+        ended = [f"on node {node} {describe_exit(step.returncode)}" for node, step in enumerate(self._steps, 1) if step.poll() is not None]
+        raise ChildProcessError(f"the engine's job step {', '.join(ended)}; what it said is in the log")
+
+
+def _work() -> None:
+    """What another node runs: the workers of an engine whose arguments are the first line of the input, until the input ends."""
+    order = json.loads(sys.stdin.readline())
+    ending = threading.Event()
+    threading.Thread(target=_end_with_input, args=(ending,), daemon=True).start()
+    arguments = order["arguments"]
+    with lease(order["gpus"], order["gpus"]):
+        prepare_process()
+        from vllm.config import KVTransferConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+        if "kv_transfer_config" in arguments:
+            arguments["kv_transfer_config"] = KVTransferConfig(**arguments["kv_transfer_config"])
+        # The same defaults as vllm.LLM has on the first node.
+        config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS, headless=True)
+        MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)  # returns when one has ended
+    ending.wait(5)  # the engine's end ends the workers, too
+    cli.say(f"the engine's workers on node {arguments['node_rank']} have ended")
+    sys.exit(1)
+
+
+def _end_with_input(ending: threading.Event) -> None:
+    sys.stdin.read()
+    ending.set()
+    # The workers notice; what they hold is of no use to anyone.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _work()
