@@ -276,7 +276,7 @@ def get_training_gpus(wildcards, input):
 
 
 def get_training_memory(wildcards):
-    """MB of the host's memory for a training: for each GPU a process and its loader's, which hold about 18 packs ready."""
+    """MB of the host's memory for a training: for each GPU a process, which holds about 9 packs ready."""
     return 20000 * max(1, PLAN.training_gpus(PLAN.runs[wildcards.run]))
 
 

@@ -522,7 +522,7 @@ class StatesIndex:
     """The hidden states of one dataset, by sample key: results/hidden_states/{target}/{dataset}/{capture}/.
 
     Reads only the rows asked for, by memory map; at most `max_open` shards stay open. Safe to use from several threads,
-    and to pickle or fork into data loader workers.
+    and to pickle for other processes.
     """
 
     def __init__(self, folder: Path, store_root: Path, max_open: int = 64) -> None:
