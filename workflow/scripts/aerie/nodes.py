@@ -65,7 +65,7 @@ def shut_down(llm: "LLM") -> None:
 
 def check_job(nodes: int) -> None:
     """AerieError unless this process belongs to a Slurm job with so many nodes."""
-    remedy = "Run snakemake with --profile profiles/slurm, or set the target's nodes to 1."
+    remedy = "Run snakemake with --profile profiles/slurm, or set nodes: 1 in the target."
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         raise AerieError(f"the target takes {nodes} nodes of a Slurm job, and this is no Slurm job (SLURM_JOB_ID is not set). {remedy}")
