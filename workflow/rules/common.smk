@@ -276,8 +276,8 @@ def get_training_gpus(wildcards, input):
 
 
 def get_training_memory(wildcards):
-    """MB of the host's memory for a training: for each GPU a process, which holds about 9 packs ready."""
-    return 20000 * max(1, PLAN.training_gpus(PLAN.runs[wildcards.run]))
+    """MB of the host's memory for a training: each GPU's process holds about 15 packs, half a GB each at a hidden size of 7,168."""
+    return 16000 * max(1, PLAN.training_gpus(PLAN.runs[wildcards.run]))
 
 
 def get_training_threads(wildcards):
