@@ -418,7 +418,7 @@ def peak_of_children() -> int:
 def test_one_failure_fails_the_command(tmp_path, capfd):
     case = Case(make_tiny_llama(tmp_path / "target"))
     case.edit(architectures=["NobodyForCausalLM"])
-    with pytest.raises(AerieError, match=r"4 of 28 checks failed: architecture, EAGLE-3 interface, embedding method, twin"):
+    with pytest.raises(AerieError, match=r"4 of \d+ checks failed: architecture, EAGLE-3 interface, embedding method, twin"):
         preflight_target.main(cli.engine_parser(None).parse_args(arguments(case, tmp_path)))
     assert not (tmp_path / "found.json").exists()
     shown = capfd.readouterr().err
