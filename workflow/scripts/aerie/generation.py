@@ -236,9 +236,8 @@ class StepCounts:
         if ending:
             now = _accepted_by_position()
             cut = [now[position] - self._seen[position] for position in range(len(now))]
-            for steps, accepted in zip(
-                sorted(ending, key=lambda steps: steps[-1]), with_cut(sorted(steps[-1] for steps in ending), cut), strict=True
-            ):
+            ending.sort(key=lambda steps: steps[-1])
+            for steps, accepted in zip(ending, with_cut([steps[-1] for steps in ending], cut), strict=True):
                 steps[-1] = accepted
             self._seen = Counter(now)
         return {output.request_id: self._accepted.pop(output.request_id) for output in outputs if output.finished}

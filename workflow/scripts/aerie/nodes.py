@@ -38,10 +38,11 @@ def load(arguments: dict[str, Any]) -> "LLM":
     if nodes > 1:
         check_job(nodes)
     from vllm import LLM
-    from vllm.utils.network_utils import get_ip, get_open_port
 
     if nodes == 1:
         return LLM(**arguments)
+    from vllm.utils.network_utils import get_ip, get_open_port
+
     arguments = arguments | {"master_addr": get_ip(), "master_port": get_open_port()}
     others = _OtherNodes(arguments)
     try:

@@ -19,7 +19,6 @@ from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 from speculators.models.eagle3.data import shift_batch
 from speculators.train.data import BaseDataset, create_empty_sample
 from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
-from torch.utils.data import Sampler
 
 from .draft_attention import BLOCK
 from .errors import AerieError
@@ -196,7 +195,7 @@ def supervised_counts(samples: "Dataset", max_length: int, ttt_steps: int) -> np
     return np.concatenate(counts).astype(np.int64) if counts else np.empty(0, dtype=np.int64)
 
 
-class PackOrder(Sampler[list[int]]):
+class PackOrder:
     """Which samples are packed together, and which packs make a step: by seed and epoch alone, not by who computes them.
 
     A step has packs_per_step packs of up to `batch_tokens` rows (an epoch's last one perhaps fewer), and rank r of n takes

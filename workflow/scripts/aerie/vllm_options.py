@@ -18,7 +18,7 @@ def common_options(target: "Target", runtime: dict[str, Any]) -> dict[str, Any]:
     runtime: a recipe's device ("auto", "cpu" or "cuda"), tensor_parallel, nodes and engine_options, which come last and win.
     AerieError where vLLM does not run on that device or does not know an option.
     """
-    tensor_parallel = int(runtime.get("tensor_parallel") or 1)
+    tensor_parallel, nodes = int(runtime.get("tensor_parallel") or 1), int(runtime.get("nodes") or 1)
     # In this process (tensor-parallel workers are its children): errors arrive as exceptions, and no orphan outlives us.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -29,8 +29,8 @@ def common_options(target: "Target", runtime: dict[str, Any]) -> dict[str, Any]:
     }
     if tensor_parallel > 1:
         options["distributed_executor_backend"] = "mp"
-    if int(runtime.get("nodes") or 1) > 1:
-        options["nnodes"] = int(runtime["nodes"])
+    if nodes > 1:
+        options["nnodes"] = nodes
     if target.text_config is not target.config:
         options["language_model_only"] = True  # a wrapper's vision tower is neither needed nor profiled
     if device_type(runtime.get("device", "auto")) == "cpu":
