@@ -349,6 +349,7 @@ def training(root: Path, args: argparse.Namespace, figures: dict[str, Any]) -> N
     relative = [abs(a - b) / a for a, b in zip(losses["one"], losses["two"], strict=True)]
     figures |= {
         "tokens_per_second": {each.name: each.rate() for each in (one, two)},
+        "waiting_for_data": {each.name: json.loads((each.work / "figures.json").read_text())["waiting_for_data"] for each in (one, two)},
         "losses": losses,
         "largest_relative_difference_of_losses": max(relative),
         "validation": {each.name: each.validations() for each in (one, two, killed)},

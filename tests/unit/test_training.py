@@ -22,7 +22,8 @@ from aerie.draft_attention import FLEX_ATTENTION, PACKED_ATTENTION, Packing, fle
 from aerie.draft_model import DraftShape, aux_columns, build_draft, decoder_config, rotary_parameters, sliding_window, start_from
 from aerie.errors import AerieError
 from aerie.model_card import model_card
-from aerie.muon import Float32Muon, orthogonalize
+from aerie.muon import SharedMuon, orthogonalize, owners
+from aerie.ranks import ALONE
 from aerie.samples import Sample, load_samples, write_samples
 from aerie.supervised_loss import _distribution, _judge, supervised_loss
 from aerie.train_run import select_split, train
@@ -467,22 +468,34 @@ def test_losses_sit_where_they_must(problem, window):
 
 
 @pytest.mark.parametrize("shape", [(8, 24), (24, 8)])
-def test_float32_muon_is_muon_but_for_rounding(shape):
+def test_muon_is_torchs(shape):
+    """In bfloat16 to the bit, in float32 but for bfloat16's rounding."""
     torch.manual_seed(0)
     start, gradients = torch.randn(shape), [torch.randn(shape) for _ in range(3)]
-    found = []
-    for replace in (False, True):
+
+    def trained(dtype: torch.dtype | None) -> torch.Tensor:
         parameter = torch.nn.Parameter(start.clone())
         optimizer = torch.optim.Muon([parameter], lr=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
-        if replace:
-            optimizer = Float32Muon.instead_of(optimizer)
-            assert type(optimizer) is Float32Muon and optimizer.param_groups[0]["momentum"] == 0.9
+        if dtype:
+            optimizer = SharedMuon(optimizer, dtype, ALONE)
         for gradient in gradients:
             parameter.grad = gradient.clone()
             optimizer.step()
-        found.append(parameter.detach())
-    moved = (found[0] - start).norm()
-    assert (found[0] - found[1]).norm() < 0.02 * moved
+        return parameter.detach()
+
+    right = trained(None)
+    assert torch.equal(trained(torch.bfloat16), right)
+    assert (trained(torch.float32) - right).norm() < 0.02 * (right - start).norm()
+
+
+def test_ranks_share_the_work_of_muon():
+    """Of a layer's matrices, for two ranks: work is rows * columns * the smaller of both."""
+    wide, square, narrow = torch.Size([40, 140]), torch.Size([40, 40]), torch.Size([10, 40])
+    shapes = [wide, square, narrow, wide, wide, square]
+    assert owners(shapes, 1) == [0] * 6
+    owner = owners(shapes, 2)
+    work = [sum(min(shape) * shape.numel() for shape, own in zip(shapes, owner, strict=True) if own == rank) for rank in (0, 1)]
+    assert set(owner) == {0, 1} and sorted(work) == [40 * 40 * (140 + 40 + 40) + 10 * 10 * 40, 40 * 40 * 280]
 
 
 def test_orthogonalize_makes_singular_values_near_one():

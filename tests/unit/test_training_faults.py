@@ -177,10 +177,12 @@ def five_samples(problem, tmp_path_factory):
     return load_samples(folder)
 
 
-def test_two_ranks_give_the_draft_of_one(problem, five_samples, tmp_path: Path):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_two_ranks_give_the_draft_of_one(problem, five_samples, tmp_path: Path, optimizer: str):
     """Of four packs of one sample, two a step: each rank takes one of them, or one rank both in turn."""
-    one, _ = run_training(problem, tmp_path / "one", five_samples, **PAIRED)
-    two, _ = run_training(problem, tmp_path / "two", five_samples, ranks=2, **PAIRED)
+    settings = PAIRED | {"optimizer": optimizer}
+    one, _ = run_training(problem, tmp_path / "one", five_samples, **settings)
+    two, _ = run_training(problem, tmp_path / "two", five_samples, ranks=2, **settings)
     assert (one["devices"], two["devices"]) == (1, 2)
     for name in ("steps", "tokens", "best_step", "samples_left_out"):
         assert one[name] == two[name], name

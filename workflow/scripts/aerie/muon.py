@@ -1,36 +1,55 @@
-"""Muon for a CPU: torch's orthogonalises in bfloat16, which a CPU without such instructions emulates, at a fifth of float32's speed."""
+"""Muon in several ranks: each orthogonalises some of the matrices, which takes longer than all else that an optimizer does.
+
+On a CPU in float32: bfloat16, in which torch's Muon does it, is emulated there, at a fifth of the speed.
+"""
 
 from collections.abc import Callable, Sequence
 
 import torch
 
+from .ranks import Ranks
 
-class Float32Muon(torch.optim.Muon):
-    """torch's Muon with the orthogonalisation in float32."""
 
-    @classmethod
-    def instead_of(cls, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The same optimizer, with the same parameters and settings; any other kind is returned as it is."""
-        if type(optimizer) is not torch.optim.Muon:
-            return optimizer
-        return cls(optimizer.param_groups, **optimizer.defaults)
+class SharedMuon(torch.optim.Muon):
+    """torch's Muon, its orthogonalisation shared by the ranks. Every rank has all of the state, and the same gradients."""
+
+    def __init__(self, optimizer: torch.optim.Muon, dtype: torch.dtype, ranks: Ranks) -> None:
+        """With the parameters and settings of another. dtype: of the orthogonalisation; torch's own is bfloat16."""
+        super().__init__(optimizer.param_groups, **optimizer.defaults)
+        self.dtype, self.ranks = dtype, ranks
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One step, as torch.optim.Muon's documentation gives it."""
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            updates = []
+            for parameter, owner in zip(parameters, owners([parameter.shape for parameter in parameters], self.ranks.count), strict=True):
                 state = self.state[parameter]
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(parameter.grad)
                 momentum = state["momentum_buffer"]
                 momentum.lerp_(parameter.grad, 1 - group["momentum"])
-                update = parameter.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-                update = orthogonalize(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                if owner == self.ranks.rank:
+                    update = parameter.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+                    update = orthogonalize(update.to(self.dtype), group["ns_coefficients"], group["ns_steps"], group["eps"]).contiguous()
+                else:
+                    update = torch.empty_like(parameter, dtype=self.dtype)
+                updates.append((update, self.ranks.spread(update, owner)))  # beside what is computed next
+            for parameter, (update, arrived) in zip(parameters, updates, strict=True):
+                arrived()
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(update, alpha=-group["lr"] * _size_factor(parameter.shape, group["adjust_lr_fn"]))
+
+
+def owners(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
+    """Which rank orthogonalises which matrix: the largest first, each by the rank that has least to do so far."""
+    work, owner = [0] * ranks, [0] * len(shapes)
+    costs = [rows * columns * min(rows, columns) for rows, columns in shapes]
+    for place in sorted(range(len(shapes)), key=lambda place: -costs[place]):
+        owner[place] = min(range(ranks), key=lambda rank: work[rank])
+        work[owner[place]] += costs[place]
+    return owner
 
 
 def orthogonalize(matrix: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float) -> torch.Tensor:

@@ -31,13 +31,17 @@ class Ranks:
     count: int = 1
 
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replaces each tensor by its sum over all ranks; all of one dtype and device."""
+        """Replaces each tensor by its sum over all ranks."""
+        if self.count > 1:
+            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+                work.wait()
+
+    def spread(self, tensor: torch.Tensor, owner: int) -> Callable[[], object]:
+        """Begins to give every rank the owner's tensor; it is there after a call of what is returned."""
         if self.count == 1:
-            return
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        dist.all_reduce(flat)
-        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+            return lambda: None
+        work: dist.Work = dist.broadcast(tensor, owner, async_op=True)
+        return work.wait
 
 
 ALONE = Ranks()

@@ -24,7 +24,7 @@ from . import cli
 from .checkpoints import Checkpoints, random_state, restore_random_state
 from .draft_model import sliding_window
 from .errors import AerieError
-from .muon import Float32Muon
+from .muon import SharedMuon
 from .progress import Progress
 from .ranks import ALONE, Ranks
 from .supervised_loss import supervised_loss
@@ -153,7 +153,7 @@ class DraftTrainer:
         self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.epoch_steps = step_counts(loader.order, settings.epochs)
         self.total_steps = sum(self.epoch_steps)
-        self.optimizers = optimizers_of(model, settings, device)
+        self.optimizers = optimizers_of(model, settings, device, ranks)
         warm = int(self.total_steps * settings.warmup)
         self.schedulers = [get_linear_schedule_with_warmup(optimizer, warm, self.total_steps) for optimizer in self.optimizers]
         self.checkpoints = Checkpoints(work / "checkpoints")
@@ -345,9 +345,12 @@ class DraftTrainer:
             )
 
 
-def optimizers_of(model: Eagle3DraftModel, settings: TrainingSettings, device: torch.device) -> list[torch.optim.Optimizer]:
+def optimizers_of(
+    model: Eagle3DraftModel, settings: TrainingSettings, device: torch.device, ranks: Ranks = ALONE
+) -> list[torch.optim.Optimizer]:
     """Speculators' optimizers: AdamW, or Muon for the matrices and AdamW for the rest, at one peak learning rate."""
     rate = settings.learning_rate
     config = TrainerConfig(lr=rate, muon_lr=rate, optimizer=settings.optimizer, num_epochs=settings.epochs, save_path="")
-    optimizers = build_optimizers(model, config)
-    return [Float32Muon.instead_of(optimizer) for optimizer in optimizers] if device.type == "cpu" else optimizers
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    made = build_optimizers(model, config)
+    return [SharedMuon(optimizer, dtype, ranks) if isinstance(optimizer, torch.optim.Muon) else optimizer for optimizer in made]
