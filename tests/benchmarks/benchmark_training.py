@@ -19,6 +19,7 @@ would end after --max-seconds, and what has not answered by then is ended.
 """
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -374,6 +375,7 @@ def run_aerie(job: dict[str, Any], seed: int) -> dict[str, Any]:
 
     from aerie.training import DraftTrainer
 
+    start_anew(job)
     if job["gpu"]:
         torch.set_num_threads(1)
     ours, clock = Ours(job, seed), Clock(job["gpu"])
@@ -409,6 +411,7 @@ def run_speculators(job: dict[str, Any], seed: int) -> dict[str, Any]:
     from speculators.train.cli import main as train
     from speculators.train.config import TrainConfig
 
+    start_anew(job)
     root, clock = Path(job["root"]), Clock(job["gpu"])
     ratio = json.loads((root / "job.json").read_text())["train_ratio"]
     found: dict[str, Any] = {"losses": [], "acceptance_lengths": []}
@@ -494,6 +497,16 @@ def difference_of_gradients(trainer: Any, ours: Ours) -> float:
 
 
 VARIANTS: dict[str, Callable[[dict[str, Any], int], dict[str, Any]]] = {"speculators": run_speculators, "aerie": run_aerie}
+
+
+def start_anew(job: dict[str, Any]) -> None:
+    """As a process does: else the code compiled for the repeats before is tried first, in each call."""
+    if job["gpu"]:
+        import torch
+
+        gc.collect()
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
 
 
 def reset_peak(job: dict[str, Any]) -> None:

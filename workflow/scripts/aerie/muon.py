@@ -9,6 +9,9 @@ import torch
 
 from .ranks import Ranks
 
+_STEPS_TOGETHER = 3  # of Newton-Schulz
+_LONG = 2  # times as long as wide is where taking them together is less work
+
 
 class SharedMuon(torch.optim.Muon):
     """torch's Muon, its orthogonalisation shared by the ranks. Every rank has all of the state, and the same gradients."""
@@ -53,15 +56,36 @@ def owners(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
 
 
 def orthogonalize(matrix: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float) -> torch.Tensor:
-    """The quintic Newton-Schulz iteration of torch.optim.Muon, in the matrix's own dtype."""
-    a, b, c = coefficients
+    """The quintic Newton-Schulz iteration of torch.optim.Muon, in the matrix's own dtype.
+
+    It takes X to (a + bG + cG^2) X, with G = X X^T. The factors of several steps are all polynomials of the first G, so for a
+    matrix much longer than wide they are multiplied with each other, and X with their product (Gram Newton-Schulz,
+    https://dao-lab.ai/blog/2026/gram-newton-schulz). After three steps X and G are made anew, else rounding grows.
+    """
     tall = matrix.shape[0] > matrix.shape[1]
     result = matrix.T if tall else matrix
     result = result / result.norm().clamp(min=eps)
-    for _ in range(steps):
-        gram = result @ result.T
-        result = torch.addmm(result, torch.addmm(gram, gram, gram, beta=b, alpha=c), result, beta=a)
+    together = _STEPS_TOGETHER if result.shape[1] >= _LONG * result.shape[0] else 1
+    for done in range(0, steps, together):
+        result = _factor(result @ result.T, coefficients, min(together, steps - done)) @ result
     return result.T if tall else result
+
+
+def _factor(gram: torch.Tensor, coefficients: Sequence[float], steps: int) -> torch.Tensor:
+    """What so many steps multiply X with, where `gram` is X X^T."""
+    a, b, c = coefficients
+    product = None
+    for step in range(steps):
+        factor = torch.addmm(gram, gram, gram, beta=b, alpha=c)  # less a, which is added to what it is multiplied with
+        if step + 1 < steps:
+            halfway = torch.addmm(gram, gram, factor, beta=a)
+            gram = torch.addmm(halfway, factor, halfway, beta=a)
+        if product is None:
+            product = factor
+            product.diagonal().add_(a)
+        else:
+            product = torch.addmm(product, product, factor, beta=a)
+    return product
 
 
 def _size_factor(shape: torch.Size, rule: str | None) -> float:

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -33,7 +33,7 @@ class Ranks:
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replaces each tensor by its sum over all ranks."""
         if self.count > 1:
-            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:  # all on their way before one is waited for
                 work.wait()
 
     def spread(self, tensor: torch.Tensor, owner: int) -> Callable[[], object]:
@@ -45,6 +45,45 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+class GradientSum:
+    """Sums the gradients of all ranks, of some parameters while the backward pass still computes others'.
+
+    All ranks have to send in one order, so a gradient waits for those that are to be sent before it. A rank without a
+    gradient adds zeros.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], ranks: Ranks) -> None:
+        self._parameters = list(parameters)[::-1] if ranks.count > 1 else []  # about the order in which backward makes them
+        self._ready: set[torch.nn.Parameter] | None = None
+        self._works: list[dist.Work] = []
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._is_there)
+
+    def last_backward(self) -> None:
+        """The backward pass that comes next is the step's last one: what it makes is final."""
+        self._ready = set()
+
+    def _is_there(self, parameter: torch.nn.Parameter) -> None:
+        if self._ready is not None:
+            self._ready.add(parameter)
+            while len(self._works) < len(self._parameters) and self._parameters[len(self._works)] in self._ready:
+                self._send()
+
+    def _send(self) -> None:
+        parameter = self._parameters[len(self._works)]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        self._works.append(dist.all_reduce(parameter.grad, async_op=True))
+
+    def finish(self) -> None:
+        """Each gradient is the sum over all ranks."""
+        while len(self._works) < len(self._parameters):
+            self._send()
+        for work in self._works:
+            work.wait()
+        self._works, self._ready = [], None
 
 
 def run_in_ranks(count: int, device: torch.device, function: Callable[..., None], arguments: Sequence[Any], work: Path) -> None:

@@ -26,7 +26,7 @@ from .draft_model import sliding_window
 from .errors import AerieError
 from .muon import SharedMuon
 from .progress import Progress
-from .ranks import ALONE, Ranks
+from .ranks import ALONE, GradientSum, Ranks
 from .supervised_loss import supervised_loss
 from .training_data import Batch, PackLoader, on_device, step_counts
 
@@ -151,6 +151,7 @@ class DraftTrainer:
         self.dtype = settings.dtype(device)
         self.window = sliding_window(model.config.transformer_layer_config)
         self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        self.gradients = GradientSum(self.trained.values(), ranks)
         self.epoch_steps = step_counts(loader.order, settings.epochs)
         self.total_steps = sum(self.epoch_steps)
         self.optimizers = optimizers_of(model, settings, device, ranks)
@@ -266,7 +267,7 @@ class DraftTrainer:
         # First row: loss, supervised rows, samples left out. Then, for each step of training-time test, see Judged.sums.
         sums = torch.zeros(self.settings.ttt_steps + 1, 3, device=self.device)
         learnt = 0
-        for share in shares:
+        for left, share in zip(range(len(shares))[::-1], shares, strict=True):
             batch = next(batches)
             for bad in batch["bad"]:
                 cli.say(f"train_draft: left out: {bad}")
@@ -275,12 +276,15 @@ class DraftTrainer:
                 judged = supervised_loss(self.model, batch, self.settings.ttt_steps, self.settings.ttt_step_loss_decay, self.window)
             if judged is None:
                 continue
+            if not left:
+                self.gradients.last_backward()
             (judged.loss * share).backward()
             learnt += len(judged.supervised)
             sums[0, 0] += judged.loss.detach() * share
             sums[1:, :2] += judged.sums
         sums[0, 1] += learnt
-        self._sum_over_ranks(sums)
+        self.gradients.finish()
+        self.ranks.sum([sums])
         if learnt or float(sums[0, 1]):  # else there is nothing to learn in the whole step, and no rank moves
             torch.nn.utils.clip_grad_norm_(self.trained.values(), _GRADIENT_NORM)
             for optimizer in self.optimizers:
@@ -291,15 +295,6 @@ class DraftTrainer:
         self._window.append(sums)
         rate = self.tokens / self.seconds if self.seconds else 0.0
         self.progress.update(1, **{"tok/s": f"{rate:,.0f}", "loss": self._last_loss})
-
-    def _sum_over_ranks(self, sums: torch.Tensor) -> None:
-        """Sums the figures and the gradients of all ranks; one that had nothing to learn from adds zeros."""
-        if self.ranks.count == 1:
-            return
-        for value in self.trained.values():
-            if value.grad is None:
-                value.grad = torch.zeros_like(value)
-        self.ranks.sum([sums, *(value.grad for value in self.trained.values() if value.grad is not None)])
 
     def _validate(self) -> None:
         figures = self.validate(self.model)
