@@ -182,6 +182,20 @@ def test_what_a_job_at_work_uses_stays_when_its_configuration_is_edited_meanwhil
     assert {data, training} == set(roots(STORE)[0].uses)
 
 
+def test_recipes_that_no_configuration_names_go_when_they_are_a_day_old():
+    made = {number: make("square", "a", number)[0] for number in (1, 2, 3)}
+    recipes = {number: Path("results/.recipes/square/a") / f"{name.digest}.json" for number, name in made.items()}
+    register(STORE, ["config.yaml"], {}, [made[1]])
+    age(recipes[1], recipes[2])
+    with open(STORE / "square" / "x.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        record_use(STORE, Path("results/.recipes/square/b/0.json"), Use(("square/x",)))
+        garbage.delete(STORE, found())
+        assert all(recipe.exists() for recipe in recipes.values())
+    garbage.delete(STORE, found())
+    assert [number for number, recipe in recipes.items() if recipe.exists()] == [1, 3]
+
+
 def test_the_roots_of_a_store_move_with_the_folder_around_it(folder, monkeypatch):
     name, _ = make("square", "a", 1)
     register(STORE, ["config.yaml"], {}, [name])

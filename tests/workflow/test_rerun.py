@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from tiny_workflow import kill
+from tiny_targets import make_tiny_llama
+from tiny_workflow import Result, TinyWorkflow, kill
 
 RECIPE = {"write_recipe": 1, "all": 1}
 
@@ -118,6 +119,32 @@ def test_after_a_kill_the_same_command_goes_on(llama):
     assert "resumed at" in (llama.folder / "results/logs/train_draft/a.log").read_text()
     assert llama.manifest("drafts", "a")["settings"]["training"]["epochs"] == 6
     assert not llama.plan()
+
+
+def test_two_configurations_in_one_folder_leave_each_other_their_recipes(tmp_path):
+    """Alternately or at once: neither's recipes are ever gone, and what the other's settings made is made again, even without records."""
+    workflow = TinyWorkflow(tmp_path)
+    make_tiny_llama(tmp_path / "target")
+    one = ["results/targets/tiny/fingerprint.json"]
+    other = [*one, "--config", "targets={tiny: {trust_remote_code: true}}"]
+
+    def recipes():
+        return {path: path.read_text() for path in (tmp_path / "results/.recipes").rglob("*.json")}
+
+    assert workflow.run(*one).code == 0
+    first = recipes()
+    assert len(first) == 1
+    assert workflow.run(*other).code == 0
+    both = recipes()
+    assert len(both) == 2 and first.items() <= both.items()
+    shutil.rmtree(tmp_path / ".snakemake")
+    process = workflow.start(*one)
+    while process.poll() is None:  # written again, never missing
+        assert all(path.exists() for path in both)
+        time.sleep(0.005)
+    assert process.returncode == 0 and recipes() == both
+    assert Result(0, (tmp_path / "terminal.txt").read_text()).rules == {"write_recipe": 1, "fingerprint_target": 1}
+    assert not workflow.plan(*one) and workflow.plan(*other) == {"write_recipe": 1, "fingerprint_target": 1}
 
 
 def test_a_failing_job_says_why(llama):

@@ -23,7 +23,7 @@ from aerie.drafts import draft_files
 from aerie.errors import AerieError
 from aerie.files import end_future
 from aerie.sources import Source
-from aerie.stage import input_digests, is_in_store
+from aerie.stage import input_digests, is_in_store, last_recipe
 from aerie.store import register
 from aerie.targets import PATTERNS
 
@@ -74,6 +74,17 @@ def recipe_file(stage, name):
 def get_recipe_text(wildcards):
     """The text of a recipe of the present configuration."""
     return PLAN.recipes[wildcards.stage, wildcards.name]
+
+
+def force_replaced_recipe(wildcards):
+    """No input. Where another recipe was written since, this one is written again, and so its stage's results are made again.
+
+    Snakemake's records say so too, but they may be lost. Its own --forcerun would make a target of the recipe.
+    """
+    recipe = Path(recipe_file(wildcards.stage, wildcards.name))
+    if last_recipe(recipe.parent) not in (None, recipe):
+        workflow.dag.forcefiles.add(str(recipe))
+    return []
 
 
 def get_final_files():

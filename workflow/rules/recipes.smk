@@ -3,8 +3,10 @@ localrules:
 
 
 rule write_recipe:
+    input:
+        force_replaced_recipe,
     output:
-        "results/.recipes/{stage}/{name}/{digest}.json",
+        update("results/.recipes/{stage}/{name}/{digest}.json"),  # not deleted first: another run may be reading it
     log:
         "results/logs/write_recipe/{stage}/{name}/{digest}.log",
     benchmark:

@@ -1,18 +1,15 @@
 #!/usr/bin/env python
-"""Writes a recipe (a stage's resolved settings) and removes its older siblings."""
+"""Writes a recipe (a stage's resolved settings), beside those of other configurations."""
 
 import argparse
 from pathlib import Path
 
 from aerie import cli
-from aerie.stage import write_atomically
+from aerie.stage import write_recipe
 
 
 def main(args: argparse.Namespace) -> None:
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    for sibling in args.output.parent.glob("*.json"):
-        sibling.unlink()
-    write_atomically(args.output, args.text)
+    write_recipe(args.output, args.text)
 
 
 if __name__ == "__main__":

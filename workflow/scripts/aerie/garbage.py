@@ -21,7 +21,7 @@ from .files import is_locked
 from .hidden_states import Capture, DamagedShard, HiddenStateStore, Shard, StoredSample, read_shard
 from .progress import duration
 from .samples import sample_lengths
-from .store import Root, Use, folder_bytes, object_folders, root_folder, roots, size_text, uses_of
+from .store import RecipeName, Root, Use, folder_bytes, is_at_work, object_folders, root_folder, roots, size_text, uses_of
 
 DAY = 86_400.0
 _SHARD_BYTES = 256 * 2**20
@@ -162,8 +162,8 @@ def _shards(folder: Path, wanted: set[str], now: float, findings: Findings) -> N
             findings.remainders.append(Remainder(shard, positions, lost, now - stat.st_mtime))
 
 
-def delete(store: Path, findings: Findings) -> int:
-    """Removes what was found and is a day old or older; returns the bytes freed."""
+def delete(store: Path, findings: Findings, results: Path = Path("results")) -> int:
+    """Removes what was found and is a day old or older, and this folder's old recipes; returns the bytes freed."""
     freed = 0
     for one in findings.garbage:
         if not one.young and _remove(one.path):
@@ -177,6 +177,8 @@ def delete(store: Path, findings: Findings) -> int:
         freed += sum(remainder.bytes for remainder in remainders)
     for root in findings.roots:
         _forget_uses(root)
+        if root.folder.name == root_folder(store).name:
+            _forget_recipes(root, store, results)
     return freed
 
 
@@ -250,6 +252,16 @@ def _forget_uses(root: Root) -> None:
         with suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime >= DAY:
                 path.unlink()
+
+
+def _forget_recipes(root: Root, store: Path, results: Path) -> None:
+    """Removes recipes that no configuration names any more and that are older than a day; none while a job is at work."""
+    if any(is_at_work(store, use) for use in root.uses.values()):
+        return
+    named = {RecipeName(*name) for configuration in root.configurations.values() for name in configuration["recipes"]}
+    for path in (results / ".recipes").rglob("*.json"):
+        if RecipeName.of(path) not in named and time.time() - path.stat().st_mtime >= DAY:
+            path.unlink()
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from .keys import digest_of, draft_digest, file_sha256
 from .progress import duration
 from .samples import sample_lengths
 from .sources import Source, sources_digest
-from .stage import Recipe
+from .stage import Recipe, last_recipe
 from .store import check_layout, free_bytes, size_text
 from .targets import PATTERNS, Target, fingerprint_digest, known_hash, locate, target_files
 
@@ -346,8 +346,9 @@ class Planner:
         return Recipe(**json.loads(self.plan.recipes[step]))
 
     def _last_recipe(self, step: Step) -> Manifest:
-        """The recipe that the last run wrote: the one file in its folder."""
-        return next((_json(path) for path in sorted((self.results / ".recipes" / "/".join(step)).glob("*.json"))), {})
+        """The recipe that the last run wrote."""
+        path = last_recipe(self.results / ".recipes" / "/".join(step))
+        return _json(path) if path else {}
 
     def manifest(self, step: Step) -> Manifest:
         """The manifest of what a stage last made; empty where there is none."""

@@ -46,6 +46,21 @@ class Recipe:
         return digest_of({"stage": self.stage, "version": self.version, "settings": self.settings, "inputs": inputs})
 
 
+def write_recipe(path: Path, text: str) -> None:
+    """Writes a recipe, and that it is the last one written of its stage and name. Others stay: a run may be reading them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, text)
+    write_atomically(path.parent / "last", path.stem)
+
+
+def last_recipe(folder: Path) -> Path | None:
+    """The recipe of a stage and name (results/.recipes/{stage}/{name}) that was written last, by any configuration."""
+    try:
+        return folder / f"{(folder / 'last').read_text()}.json"
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 @dataclass(frozen=True)
 class StageResult:
     """What a computation has to say about its output.
