@@ -130,6 +130,11 @@ def test_the_smaller_limit_counts(tmp_path):
     assert settings(made, "evaluate_draft", "a")["max_prompts"] == 10
 
 
+def test_a_pilot_takes_the_preflight_of_all_samples(tmp_path):
+    step = ("preflight_target", "t")
+    assert plan(tmp_path, max_samples=10).recipes[step] == plan(tmp_path).recipes[step]
+
+
 def test_a_recipe_changes_with_its_own_settings_only(tmp_path):
     before = plan(tmp_path).recipes
     after = plan(tmp_path, drafts={"big": {"vocab_size": 64000, "training": {"learning_rate": 0.5}}, "small": {"aux_layer_ids": [1, 5, 9]}})

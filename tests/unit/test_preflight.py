@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import preflight_target
-from aerie import checks_engine, cli, preflight, provenance
+from aerie import checks_engine, preflight, provenance
 from aerie.errors import AerieError
 from aerie.preflight import Subject, examine
 from aerie.targets import Target, fingerprint
@@ -415,11 +415,31 @@ def peak_of_children() -> int:
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
 
 
+def test_an_overall_limit_is_of_the_disk_alone_and_is_noted(tmp_path):
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    too_much_data(case)
+    assert case.rows("disk")["disk"].verdict == "failed"
+    case.settings = preflight.limited(case.settings, 10)
+    assert case.rows("disk")["disk"].verdict == "ok"
+    findings = tmp_path / "found.json"
+    assert preflight.covers(findings, None)  # none yet: Snakemake knows
+    for examined, asked, enough in (
+        (None, None, True),
+        (None, 10, True),
+        (10, 10, True),
+        (10, 9, True),
+        (10, 11, False),
+        (10, None, False),
+    ):
+        findings.write_text(json.dumps({"max_samples": examined}))
+        assert preflight.covers(findings, asked) is enough, (examined, asked)
+
+
 def test_one_failure_fails_the_command(tmp_path, capfd):
     case = Case(make_tiny_llama(tmp_path / "target"))
     case.edit(architectures=["NobodyForCausalLM"])
     with pytest.raises(AerieError, match=r"4 of \d+ checks failed: architecture, EAGLE-3 interface, embedding method, twin"):
-        preflight_target.main(cli.engine_parser(None).parse_args(arguments(case, tmp_path)))
+        preflight_target.main(preflight_target.build_parser().parse_args(arguments(case, tmp_path)))
     assert not (tmp_path / "found.json").exists()
     shown = capfd.readouterr().err
     assert "NobodyForCausalLM is not known to the installed vLLM" in shown

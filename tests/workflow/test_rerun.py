@@ -1,5 +1,7 @@
 """Nothing twice: what a changed setting, a lost .snakemake and a kill make the workflow do again."""
 
+import contextlib
+import json
 import shutil
 import time
 
@@ -55,6 +57,19 @@ def test_an_edit_plans_the_stages_that_may_change(llama, edit, rules):
     edit(llama.config)
     llama.write()
     assert set(llama.plan()) == rules | {"build_report", *RECIPE}
+
+
+def test_a_pilot_is_not_examined_again_and_what_follows_a_pilot_is(llama):
+    findings = llama.folder / "results/preflight/tiny.json"
+    found = json.loads(findings.read_text())
+    assert found["max_samples"] is None
+    pilot = llama.plan("--config", "max_samples=10")
+    assert pilot["prepare_dataset"] == 1 and not pilot["preflight_target"]
+    findings.write_text(json.dumps(found | {"max_samples": 10}))
+    assert llama.plan() == {"preflight_target": 1}
+    planner = llama.planner()
+    with contextlib.chdir(llama.folder):
+        assert planner.forecast(("preflight_target", "tiny")) == ("run", "made for fewer samples")
 
 
 def test_the_summary_is_shown_where_it_is_of_these_settings(llama, finished_llama):

@@ -63,6 +63,7 @@ rule fingerprint_target:
 
 rule preflight_target:
     input:
+        force_narrow_preflight,
         recipe=get_recipe("preflight_target", "{target}"),
         target="results/targets/{target}/fingerprint.json",
         sources=ancient(get_target_sources),  # their size and roles; the stages that use them look at every row
@@ -86,9 +87,11 @@ rule preflight_target:
         gpu=get_engine_gpus,
     params:
         store=config["store"],
+        # Snakemake records no function of threads: a pilot takes the findings for all samples.
+        max_samples=lambda wildcards, threads: json.dumps(config["max_samples"]),
     shell:
         "preflight_target.py --recipe {input.recipe} --target {input.target} --store {params.store:q}"
-        " --gpus {resources.gpu} --output {output.findings} --log {log}"
+        " --max-samples {params.max_samples} --gpus {resources.gpu} --output {output.findings} --log {log}"
 
 
 rule tabulate_compatibility:

@@ -11,7 +11,7 @@ from aerie import cli
 from aerie.devices import has_driver, lease
 from aerie.engine_choice import choose_engine
 from aerie.errors import AerieError
-from aerie.preflight import Row, Subject, examine, table
+from aerie.preflight import Row, Subject, examine, limited, table
 from aerie.provenance import versions
 from aerie.stage import Recipe, write_atomically
 from aerie.targets import Target
@@ -22,7 +22,8 @@ VERSION = 4
 def main(args: argparse.Namespace) -> None:
     recipe, target = Recipe.read(args.recipe), Target.read(args.target)
     engine, why = choose_engine(target, recipe.settings["engine"])
-    subject = Subject(target, recipe.settings | {"engine": engine}, recipe.runtime, args.gpus, args.store)
+    settings = limited(recipe.settings, args.max_samples) | {"engine": engine}
+    subject = Subject(target, settings, recipe.runtime, args.gpus, args.store)
     rows = [Row("engine", "ok", f"{engine}: {why}", "")]
     # One GPU for the twin, and that before anything looks for GPUs: CUDA keeps to those that it found.
     with lease(int(subject.needs_gpus and has_driver() and args.gpus > 0), args.gpus):
@@ -34,11 +35,23 @@ def main(args: argparse.Namespace) -> None:
     failed = [row.check for row in rows if row.verdict == "failed"]
     if failed:
         raise AerieError(f"target {target.name}: {len(failed)} of {len(rows)} checks failed: {', '.join(failed)}. See the table above.")
-    found = {"target": target.name, "fingerprint": target.digest, "versions": versions(), "checks": [row._asdict() for row in rows]}
+    found = {
+        "target": target.name,
+        "fingerprint": target.digest,
+        "max_samples": args.max_samples,
+        "versions": versions(),
+        "checks": [row._asdict() for row in rows],
+    }
     args.output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(args.output.with_suffix(".txt"), shown)
     write_atomically(args.output, json.dumps(found, indent=1) + "\n")
 
 
+def build_parser() -> argparse.ArgumentParser:
+    parser = cli.engine_parser(__doc__)
+    parser.add_argument("--max-samples", type=json.loads, help="at most so many samples of each dataset, or null")
+    return parser
+
+
 if __name__ == "__main__":
-    cli.run(main, cli.engine_parser(__doc__))
+    cli.run(main, build_parser())

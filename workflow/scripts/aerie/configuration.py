@@ -101,7 +101,7 @@ def typed_values(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: typed(value) for name, value in given.items() if isinstance(value, Mapping | list)}
 
 
-def _smallest(*limits: int | None) -> int | None:
+def smallest(*limits: int | None) -> int | None:
     """The smallest of the limits that are set; None where none is."""
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -323,17 +323,17 @@ class Plan:
             "name": name,
             "sources": dataset["sources"],
             "max_length": dataset["max_length"],
-            "max_samples": self._limit(name),
+            "max_samples": dataset["max_samples"],  # the overall one is told the command: fewer samples change no other check
             "max_new_tokens": answers,
         }
 
     def _limit(self, dataset: str) -> int | None:
         """The smaller of the dataset's max_samples and the overall one."""
-        return _smallest(self.config["datasets"][dataset]["max_samples"], self.config["max_samples"])
+        return smallest(self.config["datasets"][dataset]["max_samples"], self.config["max_samples"])
 
     def _regenerate(self, run: Run) -> dict[str, Any]:
         settings = dict(self.config["datasets"][run.dataset]["regenerate"])
-        settings["max_prompts"] = _smallest(settings["max_prompts"], self._limit(run.dataset))
+        settings["max_prompts"] = smallest(settings["max_prompts"], self._limit(run.dataset))
         dataset = self.config["datasets"][run.dataset]
         rendering = {name: dataset[name] for name in ("system_prompt", "template_options", "max_rejected")}
         return settings | rendering | self._computation(run.target)
@@ -385,7 +385,7 @@ class Plan:
     def _evaluate(self, run: Run) -> dict[str, Any]:
         apart = ("prompts", "validation_prompts", "min_acceptance_length")
         settings = {name: value for name, value in self.config["evaluation"].items() if name not in apart}
-        settings["max_prompts"] = _smallest(settings["max_prompts"], self.config["max_samples"])
+        settings["max_prompts"] = smallest(settings["max_prompts"], self.config["max_samples"])
         settings["template_options"] = self.config["datasets"][run.dataset]["template_options"]
         # Speeds are part of the result, and so is everything that they depend on.
         return settings | self._computation(run.target) | {"engine": self.engine(run.target)}

@@ -475,6 +475,7 @@ def differences(before: Any, now: Any, path: str = "") -> list[str]:
 
 def _plain(reason: str) -> str:
     """Snakemake's reason without the recipes, which are told as settings."""
+    reason = reason.replace("Forced execution", "made for fewer samples")  # of the preflight
     kept = [part for part in reason.split("; ") if not part.startswith(("Set of input files", "Input files updated by another job"))]
     return re.sub(r"results/\.recipes/\S+(, )?", "", "; ".join(kept)).strip(" :,;") or _INPUT
 

@@ -1,5 +1,6 @@
 """The preflight: every check of a target, in order, and their findings. The checks themselves are in checks_*.py."""
 
+import copy
 import json
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -8,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from .configuration import smallest
 from .errors import AerieError, describe
 from .sources import Source
 from .targets import Target
@@ -96,6 +98,23 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise AerieError(f"{path}: found a JSON {type(found).__name__}, expected an object. Download the file again.")
     return found
+
+
+def limited(settings: dict[str, Any], most: int | None) -> dict[str, Any]:
+    """A preflight's settings with no dataset of more than `most` samples, where that is set."""
+    found = copy.deepcopy(settings)
+    for dataset in [*found["datasets"], *(capture["dataset"] for capture in found["captures"])]:
+        dataset["max_samples"] = smallest(dataset["max_samples"], most)
+    return found
+
+
+def covers(findings: Path, most: int | None) -> bool:
+    """Whether these findings, if there are any, were made for at least as many samples: else the disk is to be looked at again."""
+    try:
+        examined = json.loads(findings.read_text()).get("max_samples")
+    except FileNotFoundError:
+        return True
+    return examined is None or (most is not None and most <= examined)
 
 
 def checks() -> list[Check]:
