@@ -3,14 +3,17 @@
 import contextlib
 import fcntl
 import json
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 
+from aerie.configuration import Plan
 from aerie.errors import AerieError
 from aerie.planning import Planner, Until, differences
 from aerie.status import Status
+from aerie.store import command_words
 from tiny_workflow import TinyWorkflow
 
 STATES = ("extract_hidden_states", "tiny/talk/default_float32")
@@ -149,6 +152,32 @@ def test_status_tells_what_is_done_unfinished_and_running(inside):
     assert Status(inside.resolved()).table()[1][5:] == ["unfinished", "made with other settings"]
 
 
+def test_status_marks_every_stage_that_other_settings_or_inputs_made(inside):
+    """A pilot's states, vocabulary and draft have the same settings as the full run's, and other inputs."""
+    plan = inside.resolved()
+    assert not list(Status(plan).notes("--configfile config/config.yaml"))
+    plan.config["max_samples"] = 10
+    status = Status(Plan(plan.config, plan.versions, False))
+    assert status.table()[1][1:] == ["made with other settings"] * 6
+    [line, command] = status.notes("--configfile config/config.yaml --config max_samples=10")
+    assert "made with other settings" in line and command == "  snakemake status --cores 1 --configfile config/config.yaml"
+    [line] = status.notes("--configfile config/config.yaml")  # edited since: there is no other command
+    assert line == "made with other settings: `snakemake plan` says which"
+    manifest = Path("results/datasets/tiny/talk/manifest.json")
+    right = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(right | {"digest": "of other samples"}))
+    _, answers, dataset, *rest = Status(inside.resolved()).table()[1]
+    assert "kept" in answers and "samples" in dataset and rest == ["of an earlier run"] * 4
+    manifest.write_text(json.dumps(right | {"inputs": right["inputs"] | {"sources": "other answers"}}))
+    assert Status(inside.resolved()).table()[1][2:] == ["of an earlier run"] * 5
+
+
+def test_a_configuration_as_words_of_a_command():
+    overrides = {"max_samples": 10, "gc": "delete", "drafts": {"e": {"training": {"epochs": 5}}}, "store": "a b"}
+    expected = ["--configfile", "my own.yaml", "--config", 'drafts={"e": {"training": {"epochs": 5}}}', "max_samples=10", "store=a b"]
+    assert shlex.split(command_words(["my own.yaml"], overrides)) == expected
+
+
 def snapshot(folder):
     paths = [path for path in sorted(folder.rglob("*")) if "logs" not in path.parts and path.is_file()]
     return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in paths}
@@ -165,7 +194,7 @@ def test_plan_and_status_work_beside_a_run_and_change_nothing(llama):
     assert "train_draft            run      training.learning_rate 0.001 → 0.002" in plan.text
     assert "evaluate_draft         unknown  until train_draft has run" in plan.text
     assert "the store has all their states" in plan.text
-    assert "running" in status.text and "made with other settings" in status.text
+    assert "running" in status.text and "made with other settings: `snakemake plan` says which\n" in status.text
     assert snapshot(llama.folder / "results") == before
     assert llama.plan() == {"train_draft": 1, "evaluate_draft": 1, "build_report": 1, "write_recipe": 1, "all": 1}
 

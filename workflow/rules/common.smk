@@ -26,7 +26,7 @@ from aerie.files import end_future
 from aerie.preflight import covers
 from aerie.sources import Source
 from aerie.stage import input_digests, is_in_store, last_recipe
-from aerie.store import register
+from aerie.store import command_words, register
 from aerie.targets import PATTERNS
 
 # Rules call the commands by name; they run with Snakemake's interpreter, whether or not its environment is activated.

@@ -31,8 +31,9 @@ rule status:
         mem_mb=1000,
     params:
         plan=PLAN.pack(),
+        words=command_words(FILES, GIVEN),
     shell:
-        "show_status.py --plan {params.plan} | tee {log}"
+        "show_status.py --plan {params.plan} --words={params.words:q} | tee {log}"
 
 
 rule gc:

@@ -10,10 +10,12 @@ from aerie.status import Status
 
 
 def main(args: argparse.Namespace) -> None:
-    print("\n".join(aligned(Status(Plan.unpack(args.plan)).table())))
+    status = Status(Plan.unpack(args.plan))
+    print("\n".join([*aligned(status.table()), *status.notes(args.words)]))
 
 
 if __name__ == "__main__":
     parser = cli.parser(__doc__)
     parser.add_argument("--plan", required=True, help="the configuration, as aerie.configuration.Plan packs it")
+    parser.add_argument("--words", required=True, help="how the configuration was given on the command line")
     cli.run(main, parser)

@@ -2,12 +2,14 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .configuration import FOLDERS, Plan, Run
-from .store import RecipeName, Use, check_layout, is_at_work, root_folder, size_text, uses_of
+from .sources import Source, sources_digest
+from .stage import last_recipe
+from .store import RecipeName, Use, check_layout, command_words, configurations_of, is_at_work, root_folder, size_text, uses_of
 
 STAGES = {
     "regenerate_responses": "answers",
@@ -17,6 +19,15 @@ STAGES = {
     "train_draft": "draft",
     "evaluate_draft": "evaluation",
 }
+# The inputs that other stages make, by their names in a manifest.
+_MAKERS = {
+    "prepare_dataset": {"sources": "regenerate_responses"},
+    "extract_hidden_states": {"dataset": "prepare_dataset"},
+    "map_vocabulary": {"dataset": "prepare_dataset"},
+    "train_draft": {"dataset": "prepare_dataset", "hidden_states": "extract_hidden_states", "vocab_map": "map_vocabulary"},
+    "evaluate_draft": {"draft": "train_draft"},
+}
+_OTHER, _EARLIER = "made with other settings", "of an earlier run"
 _TAIL_BYTES = 20_000
 
 Figures = dict[str, Any]
@@ -36,6 +47,13 @@ _KEY_FIGURES: dict[str, Callable[[Figures], str]] = {
 }
 
 
+class Cell(NamedTuple):
+    """What is to be said of a stage. digest: of its result, if that is the present configuration's, else ""."""
+
+    text: str
+    digest: str = ""
+
+
 class Status:
     """results: the folder of all results."""
 
@@ -44,33 +62,63 @@ class Status:
         self.store = Path(plan.config["store"])
         check_layout(self.store)
         self._uses = uses_of(root_folder(self.store))
-        self._cells: dict[tuple[str, str], str] = {}  # runs share stages
+        self._cells: dict[tuple[str, str], Cell] = {}  # runs share stages
 
     def table(self) -> list[list[str]]:
         """A header, and a row a run: its name, and what is to be said of each stage."""
         return [["run", *STAGES.values()], *(self._row(run) for run in self.plan.runs.values())]
 
+    def notes(self, words: str) -> Iterator[str]:
+        """How to see as what it is what was made with other settings. words: the present configuration's on the command line."""
+        other = [step for run in self.plan.runs.values() for step in self.plan.steps(run) if self._shown(step, run) == _OTHER]
+        if not other:
+            return
+        last = {step: last_recipe(self.results / ".recipes" / "/".join(step)) for step in other}
+        made = {(*step, path.stem) for step, path in last.items() if path and path.stem != self.plan.recipe_digest(*step)}
+        configurations = configurations_of(root_folder(self.store)).values()
+        commands = {command_words(one["files"], one["overrides"]) for one in configurations if made & set(map(tuple, one["recipes"]))}
+        yield f"{_OTHER}: `snakemake plan` says which{'; their own status:' if commands - {words} else ''}"
+        yield from (f"  snakemake status --cores 1 {command}" for command in sorted(commands - {words}))
+
     def _row(self, run: Run) -> list[str]:
         names = dict(self.plan.steps(run))
-        return [run.run, *(self.cell(stage, names[stage]) if stage in names else "–" for stage in STAGES)]
+        return [run.run, *(self._shown((stage, names[stage]), run) if stage in names else "–" for stage in STAGES)]
 
-    def cell(self, stage: str, name: str) -> str:
-        """What goes on in a stage, or its key figures, or why there are none."""
+    def _shown(self, step: tuple[str, str], run: Run) -> str:
+        return self.cell(step[0], run).text if step[0] in STAGES else ""
+
+    def cell(self, stage: str, run: Run) -> Cell:
+        """What goes on in a stage of a run, or its key figures, or why there are none."""
+        name = dict(self.plan.steps(run))[stage]
         if (stage, name) not in self._cells:
-            self._cells[stage, name] = self._cell(stage, name)
+            self._cells[stage, name] = self._cell(stage, name, run)
         return self._cells[stage, name]
 
-    def _cell(self, stage: str, name: str) -> str:
+    def _cell(self, stage: str, name: str, run: Run) -> Cell:
         recipe = json.loads(self.plan.recipes[stage, name])
         use = self._uses.get(RecipeName(stage, name, self.plan.recipe_digest(stage, name)), Use())
         if is_at_work(self.store, use):
-            return f"running{self._progress(stage, name)}"
+            return Cell(f"running{self._progress(stage, name)}")
         manifest = self._manifest(stage, name)
-        if manifest and (manifest["settings"], manifest["version"]) == (recipe["settings"], recipe["version"]):
-            return _KEY_FIGURES[stage](manifest["figures"])
+        same = manifest and (manifest["settings"], manifest["version"]) == (recipe["settings"], recipe["version"])
+        outdated = self._outdated(stage, manifest["inputs"], run) if same else _OTHER
+        if not outdated:
+            return Cell(_KEY_FIGURES[stage](manifest["figures"]), manifest["digest"])
         if any((self.store / f"{path}.partial").exists() for path in use.paths):
-            return "unfinished"
-        return "made with other settings" if manifest else "to do"
+            return Cell("unfinished")
+        return Cell(outdated if manifest else "to do")
+
+    def _outdated(self, stage: str, inputs: dict[str, str], run: Run) -> str:
+        """What a result with the present settings is nevertheless, as its inputs are not the present ones; "" where they are."""
+        makers = {name: maker for name, maker in _MAKERS.get(stage, {}).items() if maker in dict(self.plan.steps(run))}
+        made = {name: self.cell(maker, run) for name, maker in makers.items()}
+        if any(cell.text == _OTHER for cell in made.values()):
+            return _OTHER
+        digests = {name: cell.digest for name, cell in made.items()}
+        if digests.get("sources"):
+            sources = map(Source.of, self.plan.sources(run.target, run.dataset))
+            digests["sources"] = sources_digest(list(sources), lambda answers: made["sources"].digest)
+        return "" if digests.items() <= inputs.items() else _EARLIER
 
     def _manifest(self, stage: str, name: str) -> dict[str, Any]:
         try:

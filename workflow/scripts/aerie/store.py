@@ -16,6 +16,7 @@ A root is a working directory. What a registered configuration's recipes use is 
 import json
 import os
 import platform
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -148,9 +149,20 @@ def roots(store: Path) -> list[Root]:
     """Every root; AerieError for a file that cannot be read, since what it references could be lost."""
     found = []
     for folder in sorted((store / "roots").glob("*/")):
-        configurations = {path: _read(path) for path in sorted((folder / "configurations").glob("*.json"))}
-        found.append(Root(folder, configurations, uses_of(folder)))
+        found.append(Root(folder, configurations_of(folder), uses_of(folder)))
     return found
+
+
+def configurations_of(root: Path) -> dict[Path, dict[str, Any]]:
+    """The configurations of a root, as `register` wrote them, by file."""
+    return {path: _read(path) for path in sorted((root / "configurations").glob("*.json"))}
+
+
+def command_words(files: Sequence[str], overrides: Mapping[str, Any]) -> str:
+    """A configuration as the words of a command line: --configfile and --config."""
+    values = [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in sorted(overrides.items()) if name != "gc"]
+    words = ["--configfile", *files, *(["--config"] if values else []), *(f"{name}={value}" for name, value in values)]
+    return shlex.join(words)
 
 
 def uses_of(root: Path) -> dict[RecipeName, Use]:
