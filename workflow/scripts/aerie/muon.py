@@ -38,8 +38,10 @@ class SharedMuon(torch.optim.Muon):
                     update = orthogonalize(update.to(self.dtype), group["ns_coefficients"], group["ns_steps"], group["eps"]).contiguous()
                 else:
                     update = torch.empty_like(parameter, dtype=self.dtype)
-                updates.append((update, self.ranks.spread(update, owner)))  # beside what is computed next
-            for parameter, (update, arrived) in zip(parameters, updates, strict=True):
+                updates.append((update, owner))
+            # Not before all is computed: one that waits for its owner keeps a part of the GPU from computing.
+            arrivals = [self.ranks.spread(update, owner) for update, owner in updates]
+            for parameter, (update, _), arrived in zip(parameters, updates, arrivals, strict=True):
                 arrived()
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(update, alpha=-group["lr"] * _size_factor(parameter.shape, group["adjust_lr_fn"]))
