@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -27,13 +28,14 @@ from aerie.muon import SharedMuon, orthogonalize, owners
 from aerie.ranks import ALONE
 from aerie.samples import Sample, load_samples, write_samples
 from aerie.supervised_loss import _distribution, _judge, supervised_loss
+from aerie.targets import Target
 from aerie.train_run import select_split, train
 from aerie.training import DraftTrainer, TrainingSettings
 from aerie.training_data import DraftSamples, PackLoader, PackOrder, ShardTransfer, rows_of, step_counts, supervised_counts
 from aerie.validation import TargetHead, count_hits, walk
 from checkout import SCRIPTS
 from known_faults import skip_where
-from tiny_targets import MAX_POSITIONS, VOCAB_SIZE
+from tiny_targets import MAX_POSITIONS, VOCAB_SIZE, make_tiny_llama
 from training_problem import LAYERS, RUNTIME, SETTINGS, make_problem
 
 CPU = torch.device("cpu")
@@ -749,7 +751,7 @@ def test_model_card_says_what_the_draft_is(problem, trained):
     card = model_card(problem.target, SETTINGS, "k" * 64, {"dataset": "d" * 64}, coverage, trained.figures)
     _, front, body = card.split("---\n", 2)
     assert yaml.safe_load(front) == {
-        "base_model": "tiny", "license": "other", "library_name": "speculators", "tags": ["eagle3", "speculative-decoding", "draft-model"],
+        "license": "other", "library_name": "speculators", "tags": ["eagle3", "speculative-decoding", "draft-model"],
     }  # fmt: skip
     length = trained.figures["validation"]["acceptance_length"]
     for text in (f"acceptance length {length:.3f}", "200 of 320 tokens", "98.00% of the train split's supervised tokens",
@@ -760,6 +762,41 @@ def test_model_card_says_what_the_draft_is(problem, trained):
     card = model_card(problem.target, SETTINGS, "k" * 64, {}, coverage, trained.figures)
     (problem.target.folder / "README.md").unlink()
     assert 'license: "apache-2.0"' in card and "- target: apache-2.0" in card
+
+
+HUB = {"hub_id": "moonshotai/Kimi-K2.5", "revision": "54383e83fa343a1331754112fb9e3410c55efa2f"}
+CACHED = "hub/models--Qwen--Qwen3-8B/snapshots/b968826d9c46dd6066d109eabc6255188de91218"
+
+
+@pytest.mark.parametrize(
+    ("folder", "location", "trusted", "base"),
+    [
+        ("my models/tiny", None, True, None),  # no id, so none is invented
+        (CACHED, None, False, "Qwen/Qwen3-8B"),
+        (CACHED, HUB, True, "moonshotai/Kimi-K2.5"),
+    ],
+)
+def test_model_card_names_the_target_so_that_others_find_it(folder, location, trusted, base, trained, tmp_path, monkeypatch):
+    import yaml
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    monkeypatch.chdir(tmp_path)  # where snakemake is given: the configuration's relative paths begin there
+    make_tiny_llama(folder)
+    target = Target("a-key-of-the-configuration", "d", location or {"path": folder}, trusted)
+    vars(target)["folder"] = Path(folder)  # nothing is downloaded
+    own = {"supervised_tokens": 1000, "covered_tokens": 980, "coverage": 0.98}
+    coverage = {**own, "draft_vocab_size": 200, "target_vocab_size": 320, "by_source": {"chats.jsonl": own}}
+    card = model_card(target, SETTINGS, "k" * 64, {}, coverage, trained.figures)
+    assert yaml.safe_load(card.split("---\n", 2)[1]).get("base_model") == base
+    assert f"# EAGLE-3 draft for {base or 'a-key-of-the-configuration'}\n" in card
+    [line] = [line for line in card.splitlines() if line.startswith("vllm serve ")]
+    parsed = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(["--model", *shlex.split(line)[2:]])
+    assert parsed.model == (location["hub_id"] if location else folder) and parsed.trust_remote_code == trusted
+    assert parsed.revision == (location["revision"] if location else None)
+    assert parsed.speculative_config == {"method": "eagle3", "model": "THIS_FOLDER", "num_speculative_tokens": 3}
+    if not location:
+        assert AsyncEngineArgs.from_cli_args(parsed).create_model_config().get_vocab_size() == VOCAB_SIZE
 
 
 def test_full_vocabulary_trains(problem, tmp_path: Path):

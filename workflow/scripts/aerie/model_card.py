@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,22 +20,22 @@ def model_card(
 ) -> str:
     """recipe: the settings trained with. inputs: digests that `key` was made of. coverage, figures: those in the manifests of
     the vocabulary map and of the training."""
-    base = target.location.get("hub_id", target.name)
+    base = base_model(target)
     licence = target_licence(target)
     validation = figures["validation"]
     lines = [
         "---",
-        f"base_model: {json.dumps(base)}",
+        *([f"base_model: {json.dumps(base)}"] if base else []),
         f"license: {json.dumps(licence or 'other')}",
         "library_name: speculators",
         "tags: [eagle3, speculative-decoding, draft-model]",
         "---",
-        f"# EAGLE-3 draft for {base}",
+        f"# EAGLE-3 draft for {base or target.name}",
         "",
         "A draft model for speculative decoding: it proposes tokens, the target decides. Serve both with vLLM:",
         "",
         "```",
-        f"vllm serve {base} --speculative-config "
+        f"vllm serve {_served(target)} --speculative-config "
         f'\'{{"method": "eagle3", "model": "THIS_FOLDER", "num_speculative_tokens": {len(validation["accuracy"])}}}\'',
         "```",
         "",
@@ -69,6 +70,22 @@ def model_card(
         "- embeddings and output head are copies of the target's weights, so the target's licence binds this folder as well",
     ]
     return "\n".join(lines) + "\n"
+
+
+def base_model(target: "Target") -> str | None:
+    """The target's id on the hub: its own, or that of the hub's cache if its folder lies there. None for another folder, since
+    the hub takes nothing but ids of its own for a card's base_model."""
+    if "hub_id" in target.location:
+        return target.location["hub_id"]
+    found = re.search(r"/models--([^/]+)--([^/]+)/snapshots/[^/]+$", str(target.folder.absolute()))
+    return f"{found[1]}/{found[2]}" if found else None
+
+
+def _served(target: "Target") -> str:
+    """The target as `vllm serve` takes it: a folder as the configuration names it, or the hub's id at the revision trained for."""
+    location = target.location
+    served = shlex.quote(location["path"]) if "path" in location else f"{location['hub_id']} --revision {location['revision']}"
+    return f"{served} --trust-remote-code" if target.trust_remote_code else served
 
 
 def target_licence(target: "Target") -> str | None:
