@@ -116,7 +116,7 @@ def test_accepted_tokens_are_coloured():
 
 
 def test_every_set_and_temperature_at_the_largest_batch_the_rest_at_the_first_set():
-    assert planned_passes(["x", "y"], [0.7, 0], [1, 32, 8]) == [
+    assert planned_passes({"x": 80, "y": 5}, [0.7, 0], [1, 32, 8]) == [
         Pass("x", 0, 32),
         Pass("y", 0, 32),
         Pass("x", 0.7, 32),
@@ -124,7 +124,18 @@ def test_every_set_and_temperature_at_the_largest_batch_the_rest_at_the_first_se
         Pass("x", 0, 8),
         Pass("x", 0, 1),
     ]
-    assert planned_passes(["x"], [0], [80]) == [Pass("x", 0, 80)]
+    assert planned_passes({"x": 80}, [0], [80]) == [Pass("x", 0, 80)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "measured"),
+    [(6, [32, 4, 1]), (4, [32, 1]), (1, [32]), (8, [32, 4, 1]), (9, [32, 8, 4, 1]), (32, [32, 16, 8, 4, 1]), (99, [32, 16, 8, 4, 1])],
+)
+def test_a_batch_size_that_the_prompts_do_not_fill_is_measured_once(prompts, measured):
+    passes = planned_passes({"x": prompts, "y": 1000}, [0], [1, 4, 8, 16, 32])
+    assert passes == [Pass("x", 0, 32), Pass("y", 0, 32), *(Pass("x", 0, size) for size in measured[1:])]
+    in_flight = [min(size, prompts) for size in measured]
+    assert len(set(in_flight)) == len(in_flight)
 
 
 def test_counters_leave_out_the_warm_up():
@@ -200,7 +211,7 @@ def handmade():
     runs = {}
     for engine, (first, second) in texts.items():
         passes = {}
-        for planned in planned_passes(["one", "two"], [0, 1], [4, 1]):
+        for planned in planned_passes({"one": 2, "two": 1}, [0, 1], [4, 1]):
             found = [ids[first], ids[second]] if planned.prompt_set == "one" else [ids["ghi"]]
             steps = accepted[planned.prompt_set] if engine == "draft" else ([1], []) if engine == "ngram" else ([], [])
             answers = [answer(*pair) for pair in zip(found, steps[: len(found)], strict=True)]
@@ -240,7 +251,7 @@ def test_summary_by_hand(tmp_path):
 
 def test_golden(tmp_path):
     """The same answers give the same files for ever, or VERSION is raised (then record the new digest with it)."""
-    recorded = {2: "e561d2d927d342b0258e655952d795ac8d1cf92d05a06c63541ddd05e4a12035"}
+    recorded = {3: "e561d2d927d342b0258e655952d795ac8d1cf92d05a06c63541ddd05e4a12035"}
     sets, runs, settings, tokenizer = handmade()
     evaluate_draft.write_results(sets, runs, settings, tokenizer, tmp_path)
     table = pq.read_table(tmp_path / "per_prompt.parquet")
@@ -377,7 +388,7 @@ class Served:
 
     def run(self, name: str, folder: str = "draft", settings=SETTINGS, **runtime) -> subprocess.CompletedProcess:
         prompts = [["questions", str(self.folder / "question.jsonl")], ["others", str(self.folder / "other.jsonl")]]
-        recipe = {"stage": "evaluate_draft", "version": 2, "settings": settings, "runtime": ENGINE | {"prompts": prompts} | runtime}
+        recipe = {"stage": "evaluate_draft", "version": evaluate_draft.VERSION, "settings": settings, "runtime": ENGINE | {"prompts": prompts} | runtime}
         path = self.folder / f"{name}.recipe.json"
         path.write_text(json.dumps(recipe))
         command = [sys.executable, SCRIPTS / "evaluate_draft.py", "--recipe", path, "--target", self.folder / "fingerprint.json"]

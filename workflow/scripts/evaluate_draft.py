@@ -34,7 +34,7 @@ from aerie.stage import Recipe, StageResult, locked, read_manifest, run_stage, w
 from aerie.targets import Target
 from aerie.vocabulary import draft_map
 
-VERSION = 2
+VERSION = 3
 NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 IN_MANIFEST = (
     *("acceptance_length", "accepted_per_position", "confidence", "drafts", "draft_tokens", "accepted_tokens", "tokens_past_the_end"),
@@ -188,7 +188,8 @@ def run_engine(engine: str, recipe: Recipe, target: Target, draft: Path, prompts
         disable_log_stats=False,  # they hold each request's times
     )
     passes: dict[Pass, PassResult] = {}
-    for planned in planned_passes(list(sets), settings["temperatures"], settings["batch_sizes"]):
+    numbers = {name: len(ids) for name, ids in sets.items()}
+    for planned in planned_passes(numbers, settings["temperatures"], settings["batch_sizes"]):
         ids = sets[planned.prompt_set]
         if not passes:
             served.serve(ids[: 1 if on_cpu else batch_size], settings["max_new_tokens"], batch_size)

@@ -5,7 +5,7 @@ passes: a prompt set at a temperature, with so many requests at once.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -50,14 +50,15 @@ class Pass(NamedTuple):
     batch_size: int
 
 
-def planned_passes(names: Sequence[str], temperatures: Sequence[float], batch_sizes: Sequence[int]) -> list[Pass]:
+def planned_passes(prompts: Mapping[str, int], temperatures: Sequence[float], batch_sizes: Sequence[int]) -> list[Pass]:
     """Every set at every temperature with the largest batch size; the first set, greedy, with the others too.
 
-    The first one is the one that the summary speaks of.
+    The first one is the one that the summary speaks of. prompts: {set: how many it has}; a batch size that is no smaller would
+    have all of them at once, as the largest has.
     """
-    largest = max(batch_sizes)
-    found = [Pass(name, temperature, largest) for temperature in sorted(temperatures) for name in names]
-    return found + [Pass(names[0], 0, size) for size in sorted(batch_sizes, reverse=True) if size != largest]
+    largest, first = max(batch_sizes), next(iter(prompts))
+    found = [Pass(name, temperature, largest) for temperature in sorted(temperatures) for name in prompts]
+    return found + [Pass(first, 0, size) for size in sorted(batch_sizes, reverse=True) if size < min(largest, prompts[first])]
 
 
 @dataclass(frozen=True)
