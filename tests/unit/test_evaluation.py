@@ -388,7 +388,12 @@ class Served:
 
     def run(self, name: str, folder: str = "draft", settings=SETTINGS, **runtime) -> subprocess.CompletedProcess:
         prompts = [["questions", str(self.folder / "question.jsonl")], ["others", str(self.folder / "other.jsonl")]]
-        recipe = {"stage": "evaluate_draft", "version": evaluate_draft.VERSION, "settings": settings, "runtime": ENGINE | {"prompts": prompts} | runtime}
+        recipe = {
+            "stage": "evaluate_draft",
+            "version": evaluate_draft.VERSION,
+            "settings": settings,
+            "runtime": ENGINE | {"prompts": prompts} | runtime,
+        }
         path = self.folder / f"{name}.recipe.json"
         path.write_text(json.dumps(recipe))
         command = [sys.executable, SCRIPTS / "evaluate_draft.py", "--recipe", path, "--target", self.folder / "fingerprint.json"]

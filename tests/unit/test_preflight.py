@@ -42,8 +42,10 @@ class Case:
             "dtype": "bfloat16",
             "aux_layer_ids": [None],
             "datasets": [dataset],
+            "vocab_sizes": [270],
             "captures": [{"dataset": dataset, "aux_layer_ids": None, "stored_dtype": "bfloat16"}],
         }
+        self.places = {"mine.yaml:7: drafts.small.vocab_size": 258}
         self.runtime: dict[str, Any] = {"device": device, "gpus": gpus, "tensor_parallel": max(1, gpus), "engine_options": {}}
 
     def talk(self, roles):
@@ -73,7 +75,7 @@ class Case:
 
     def subject(self):
         target = Target("t", "d", {"path": str(self.folder)}, self.trusted)
-        return Subject(target, self.settings, self.runtime, self.granted, self.folder.parent / "store")
+        return Subject(target, self.settings, self.runtime, self.granted, self.folder.parent / "store", self.places)
 
     def rows(self, *names):
         """Findings of the checks so named, of all but the twin by default."""
@@ -279,6 +281,12 @@ FAULTS = {
         lambda c: (c.talk(["system", "user", "assistant"]), c.edit_tokenizer(template(NO_SYSTEM))),
         "roles",
         "system (TemplateError: no system messages, please)",
+    ),
+    # The tiny tokenizer has 256 bytes, 20 merges and 4 special tokens: <|im_start|> is not one that a draft must have.
+    "draft-too-small": (
+        lambda c: c.settings.update(vocab_sizes=[258, 259, 32000]),
+        "draft vocabulary",
+        "mine.yaml:7: drafts.small.vocab_size is 258; a vocab_size is 32,000. Expected 259 to 280: every draft has the target's 259 special, end-of-turn and",
     ),
     # weights
     "no-head": (lambda c: c.edit_weights(lambda stored: stored.pop("lm_head.weight")), "head weights", "no lm_head"),

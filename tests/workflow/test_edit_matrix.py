@@ -182,7 +182,7 @@ MATRIX = {
     ),  # the ledger's lines
     "learning rate": (lambda edit: edit.draft["training"].update(learning_rate=0.002), TRAIN),
     "epochs": (lambda edit: edit.draft["training"].update(epochs=2), TRAIN),
-    "draft vocabulary": (lambda edit: edit.draft.update(vocab_size=265), {"map_vocabulary": RUN, **TRAIN}),
+    "draft vocabulary": (lambda edit: edit.draft.update(vocab_size=265), {"preflight_target": RUN, "map_vocabulary": RUN, **TRAIN}),
     "draft layers": (lambda edit: edit.draft.update(layers=2), TRAIN),
     "aux layer ids": (lambda edit: edit.draft.update(aux_layer_ids=[1, 3, 6]), {"preflight_target": RUN, **EXTRACT}),
     "stored dtype": (lambda edit: edit.draft.update(stored_dtype="bfloat16"), {"preflight_target": RUN, **EXTRACT}),

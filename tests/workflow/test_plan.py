@@ -55,7 +55,7 @@ def test_keys_are_those_that_the_stages_made(inside):
     [
         (
             lambda config: config["drafts"]["eagle3"].update(vocab_size=265),
-            {"map_vocabulary": "run", "train_draft": "unknown", "evaluate_draft": "unknown"},
+            {"preflight_target": "run", "map_vocabulary": "run", "train_draft": "unknown", "evaluate_draft": "unknown"},
             "map_vocabulary",
             "vocab_size 270 → 265",
         ),

@@ -40,7 +40,10 @@ def test_only_the_learning_rate(llama):
     ("edit", "rules"),
     [
         (lambda config: config["evaluation"].update(max_new_tokens=8), {"evaluate_draft"}),
-        (lambda config: config["drafts"]["eagle3"].update(vocab_size=265), {"map_vocabulary", "train_draft", "evaluate_draft"}),
+        (
+            lambda config: config["drafts"]["eagle3"].update(vocab_size=265),
+            {"preflight_target", "map_vocabulary", "train_draft", "evaluate_draft"},
+        ),
         (
             lambda config: config["drafts"]["eagle3"].update(aux_layer_ids=[1, 3, 6]),
             {"preflight_target", "find_missing_states", "extract_hidden_states", "index_hidden_states", "train_draft", "evaluate_draft"},
@@ -70,6 +73,13 @@ def test_a_pilot_is_not_examined_again_and_what_follows_a_pilot_is(llama):
     planner = llama.planner()
     with contextlib.chdir(llama.folder):
         assert planner.forecast(("preflight_target", "tiny")) == ("run", "made for fewer samples")
+
+
+def test_a_line_that_moved_plans_nothing(llama):
+    """The preflight is told in which line a setting stands."""
+    path = llama.folder / "config/config.yaml"
+    path.write_text("# a comment\n" + path.read_text())
+    assert not llama.plan()
 
 
 def test_the_summary_is_shown_where_it_is_of_these_settings(llama, finished_llama):

@@ -11,7 +11,7 @@ SCRIPTS = f"{workflow.basedir}/workflow/scripts"
 sys.path.insert(0, SCRIPTS)
 
 from aerie.cli import put_on_path
-from aerie.config_schema import check_config
+from aerie.config_schema import check_config, place_of
 from aerie.configuration import (
     FOLDERS,
     Plan,
@@ -107,6 +107,13 @@ def get_final_files():
         *evaluations,
         *recipes,
     ]
+
+
+def get_vocab_sizes(wildcards, threads):
+    """Of the target's drafts, as JSON: {where a vocab_size is set: what it is}. Snakemake records no function of threads: a line may move."""
+    sizes = PLAN.vocab_sizes(wildcards.target).items()
+    files = [Path(file) for file in FILES]
+    return json.dumps({f"{place_of(('drafts', draft, 'vocab_size'), files, GIVEN)}: drafts.{draft}.vocab_size": size for draft, size in sizes})
 
 
 def force_narrow_preflight(wildcards):

@@ -89,9 +89,10 @@ rule preflight_target:
         store=config["store"],
         # Snakemake records no function of threads: a pilot takes the findings for all samples.
         max_samples=lambda wildcards, threads: json.dumps(config["max_samples"]),
+        vocab_sizes=get_vocab_sizes,
     shell:
         "preflight_target.py --recipe {input.recipe} --target {input.target} --store {params.store:q}"
-        " --max-samples {params.max_samples} --gpus {resources.gpu} --output {output.findings} --log {log}"
+        " --max-samples {params.max_samples} --vocab-sizes {params.vocab_sizes:q} --gpus {resources.gpu} --output {output.findings} --log {log}"
 
 
 rule tabulate_compatibility:

@@ -45,9 +45,8 @@ def main(args: argparse.Namespace) -> None:
             chosen = vocabulary.full_map(target.vocab_size)
         else:
             counts = sum(by_source.values(), np.zeros(target.vocab_size, dtype=np.int64))
-            real = tokenizer.get_vocab()
-            pinned = vocabulary.special_tokens(tokenizer, target.end_tokens(tokenizer), counts) | vocabulary.byte_tokens(real)
-            tokens = vocabulary.choose_tokens(counts, size, pinned, real.values())
+            pinned = vocabulary.pinned_tokens(tokenizer, target.end_tokens(tokenizer), counts)
+            tokens = vocabulary.choose_tokens(counts, size, pinned, tokenizer.get_vocab().values())
             chosen = vocabulary.map_of(tokens, target.vocab_size)
         vocabulary.save_map(chosen, out)
         figures = vocabulary.coverage(by_source, chosen, lambda token: tokenizer.decode([token]))

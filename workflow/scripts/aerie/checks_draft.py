@@ -1,5 +1,8 @@
 """Checks of what the drafts and datasets ask of the target."""
 
+import numpy as np
+
+from . import vocabulary
 from .preflight import Finding, Subject
 
 
@@ -38,6 +41,33 @@ def draft_geometry(subject: Subject) -> Finding:
         "ok",
         f"hidden size {config.hidden_size}, {heads} heads of {config.head_dim}, {kv_heads} key-value heads, "
         f"intermediate size {config.intermediate_size}, rotary embedding {config.rope_parameters['rope_type']}",
+    )
+
+
+def draft_vocabulary(subject: Subject) -> Finding:
+    """Whether each draft's vocab_size has room for the tokens that every draft must have, and is no more than the target has."""
+    sizes: list[int] = subject.settings["vocab_sizes"]
+    tokenizer, target = subject.tokenizer, subject.target
+    rows = target.vocab_size
+    # The data may add special tokens, of which this knows nothing: those that answers have.
+    least = len(vocabulary.pinned_tokens(tokenizer, target.end_tokens(tokenizer), np.zeros(rows, dtype=np.int64)))
+    most = len({token for token in tokenizer.get_vocab().values() if token < rows})
+    wrong = [size for size in sizes if not least <= size <= most]
+    if wrong:
+        places = {size: [place for place, own in subject.vocab_sizes.items() if own == size] or ["a vocab_size"] for size in wrong}
+        said = "; ".join(f"{' and '.join(places[size])} is {size:,}" for size in wrong)
+        return Finding(
+            "failed",
+            f"{said}. Expected {least:,} to {most:,}: every draft has the target's {least:,} special, end-of-turn and single-byte tokens, "
+            f"and the tokenizer has {most:,} in all",
+            "Set vocab_size there to a number between these, or to null for the whole vocabulary. The default is 32,000; a token that "
+            "the draft's vocabulary lacks, the draft can never propose",
+        )
+    return Finding(
+        "ok",
+        f"{', '.join(f'{size:,}' for size in sizes)}; at least {least:,}, at most {most:,}"
+        if sizes
+        else "no draft chooses its vocabulary by vocab_size",
     )
 
 

@@ -43,7 +43,7 @@ def check_config(config: Rule, schema: Path, files: Sequence[Path], given: Rule)
     rules = yaml.safe_load(schema.read_text(encoding="utf-8"))
     faults = [fault for error in Draft202012Validator(rules).iter_errors(config) for fault in _faults(error, rules)]
     if faults:
-        lines = [f"\n  {_place(keys, files, given)}: {'.'.join(map(str, keys)) or 'the whole'}: {text}" for keys, text in faults]
+        lines = [f"\n  {place_of(keys, files, given)}: {'.'.join(map(str, keys)) or 'the whole'}: {text}" for keys, text in faults]
         raise AerieError(f"The configuration cannot be used (config/README.md explains every key):{''.join(dict.fromkeys(lines))}")
 
 
@@ -127,7 +127,7 @@ def _hint(found: Any, rule: Rule) -> str:
     return ""
 
 
-def _place(keys: Keys, files: Sequence[Path], given: Rule) -> str:
+def place_of(keys: Keys, files: Sequence[Path], given: Rule) -> str:
     """The file and line, or `--config`, that a value comes from; of one that is missing, where the section is that lacks it."""
     for way in (keys[:length] for length in range(len(keys), 0, -1)):
         value: Any = given

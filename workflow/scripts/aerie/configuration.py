@@ -214,6 +214,12 @@ class Plan:
         """Whether the run's draft is trained; one with a path was made elsewhere and is only evaluated."""
         return self.draft(run)["path"] is None
 
+    def vocab_sizes(self, target: str) -> dict[str, int]:
+        """{draft: vocab_size} of a target's drafts whose vocabulary is chosen: neither whole nor that of another draft."""
+        runs = [run for run in self.runs.values() if run.target == target and self.trains(run)]
+        drafts = {run.draft: self.draft(run) for run in runs}
+        return {name: draft["vocab_size"] for name, draft in drafts.items() if draft["vocab_size"] and not draft["init_from"]}
+
     def needs_dataset(self, run: Run) -> bool:
         """Whether the run trains on its dataset, or takes prompts from it."""
         return self.trains(run) or bool(self.config["evaluation"]["validation_prompts"])
@@ -310,6 +316,7 @@ class Plan:
             "dtype": target["dtype"],
             "trust_remote_code": target["trust_remote_code"],
             "aux_layer_ids": self.captures(name),
+            "vocab_sizes": sorted(set(self.vocab_sizes(name).values())),
             "datasets": list(datasets.values()),
             "captures": list(captures.values()),
             "engine_versions": engine_versions(),

@@ -3,8 +3,8 @@
 import copy
 import json
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -36,13 +36,15 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Subject:
-    """What is examined. settings, runtime: of the recipe; granted: GPUs that Snakemake granted; store: the object store."""
+    """What is examined. settings, runtime: of the recipe; granted: GPUs that Snakemake granted; store: the object store;
+    vocab_sizes: {file, line and key: vocab_size} of the drafts."""
 
     target: Target
     settings: dict[str, Any]
     runtime: dict[str, Any]
     granted: int
     store: Path
+    vocab_sizes: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def raw(self) -> dict[str, Any]:
@@ -141,6 +143,7 @@ def checks() -> list[Check]:
         checks_tokenizer.vocabulary,
         checks_tokenizer.round_trip,
         checks_tokenizer.end_of_turn,
+        checks_draft.draft_vocabulary,
         checks_tokenizer.chat_template,
         checks_tokenizer.roles,
         checks_weights.weight_index,

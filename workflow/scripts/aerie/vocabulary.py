@@ -118,6 +118,12 @@ def byte_tokens(vocabulary: Mapping[str, int]) -> set[int]:
     return set()
 
 
+def pinned_tokens(tokenizer: "PreTrainedTokenizerBase", end_tokens: Iterable[int], counts: np.ndarray) -> set[int]:
+    """Ids that a draft's vocabulary has whatever the data: special, end-of-turn and single-byte tokens; see `special_tokens`."""
+    real = tokenizer.get_vocab()
+    return (special_tokens(tokenizer, end_tokens, counts) | byte_tokens(real)) & set(real.values())
+
+
 def choose_tokens(counts: np.ndarray, size: int, pinned: Iterable[int], real_ids: Iterable[int]) -> np.ndarray:
     """`size` target ids, ascending, int64: pinned ones, then by count (ties: lower id), then unused real ids, lowest first.
 
