@@ -278,6 +278,39 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 131072,
     },
 }
+# The small files of a wrapper beside config.json and the tokenizer's. The code is what vLLM asks of it, no more; newer
+# releases have their own.
+FILES: dict[str, dict[str, str]] = {
+    "kimi-k2.5": {
+        "preprocessor_config.json": json.dumps(
+            {
+                "auto_map": {"AutoImageProcessor": "kimi_k25_vision_processing.KimiK25VisionProcessor"},
+                "media_proc_cfg": {
+                    "fixed_output_tokens": None,
+                    "image_mean": [0.5, 0.5, 0.5],
+                    "image_std": [0.5, 0.5, 0.5],
+                    "in_patch_limit": 16384,
+                    "in_patch_limit_each_frame": 4096,
+                    "in_patch_limit_video": None,
+                    "merge_kernel_size": 2,
+                    "patch_limit_on_one_side": 512,
+                    "patch_size": 14,
+                    "temporal_merge_kernel_size": 4,
+                },
+            }
+        ),
+        "kimi_k25_vision_processing.py": (
+            "from transformers.image_processing_utils import BaseImageProcessor\n\n\n"
+            "class KimiK25VisionProcessor(BaseImageProcessor):\n"
+            "    def __init__(self, media_proc_cfg, **kwargs):\n"
+            "        super().__init__(**kwargs)\n"
+            "        self.media_proc_cfg = media_proc_cfg\n"
+            "        self.num_frames_per_chunk = media_proc_cfg['temporal_merge_kernel_size']\n\n"
+            "    def media_tokens_calculator(self, media):\n"
+            "        return 1\n"
+        ),
+    },
+}
 TOTAL_BYTES = {
     "kimi-k2.5": 547 * 10**9,
     "deepseek-v3": 688_586_727_753,
@@ -292,10 +325,12 @@ TOKENS = {"deepseek-v3": 128815, "qwen3-8b": 151669, "qwen3-30b-a3b": 151669, "g
 
 
 def make_family(folder: Path, name: str) -> Path:
-    """Writes a family's config.json, tokenizer and weight index into `folder`."""
+    """Writes a family's config.json, tokenizer, other small files and weight index into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     config = CONFIGS[name]
     (folder / "config.json").write_text(json.dumps(config, indent=1))
+    for file, content in FILES.get(name, {}).items():
+        (folder / file).write_text(content)
     text = config.get("text_config", config)
     make_tokenizer(TOKENS.get(name, text["vocab_size"])).save_pretrained(folder)
     prefix = "language_model." if text is not config else ""

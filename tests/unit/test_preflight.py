@@ -324,6 +324,69 @@ def test_a_fault_is_found_by_its_check(name, tmp_path):
     assert found.remedy or ":" in found.found  # always something to do
 
 
+HUB = {"hub_id": "moonshotai/Kimi-K2.5", "revision": "54383e83fa343a1331754112fb9e3410c55efa2f"}
+
+
+@pytest.mark.parametrize(
+    ("location", "remedy"),
+    [
+        (None, "hf download OWNER/NAME preprocessor_config.json --local-dir "),
+        (HUB, f"hf download moonshotai/Kimi-K2.5 preprocessor_config.json --revision {HUB['revision']}"),
+    ],
+)
+def test_a_wrapper_without_its_image_processor_is_found_before_the_load(location, remedy, tmp_path):
+    """The twin sees nothing of it: it feeds token ids, and vLLM starts without processors where it has no tokenizer."""
+    case = family_case(tmp_path, "kimi-k2.5")
+    (case.folder / "preprocessor_config.json").unlink()
+    subject = case.subject()
+    if location:  # a download to the hub's cache that left the file out
+        subject.target.location.clear()
+        subject.target.location.update(location)
+        vars(subject.target)["folder"] = case.folder
+    [found] = examine(subject, [checks_engine.serving_files])
+    assert found.verdict == "failed", found
+    assert f"preprocessor_config.json not found in {case.folder}" in found.found and "Can't load image processor" in found.found
+    assert remedy in found.remedy and "allow_patterns" in found.remedy
+
+
+def test_a_tokenizer_that_is_not_there_has_a_remedy(tmp_path):
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    for path in case.folder.glob("token*"):
+        path.unlink()
+    found = case.rows("serving_files")["serving files"]
+    assert found.verdict == "failed" and "hf download" in found.remedy and "*.model" in found.remedy, found
+
+
+def test_code_that_is_asked_for_and_not_there_is_named(tmp_path):
+    """Also what it imports, and what that imports; other repositories' and unused classes' does not count."""
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    case.edit(auto_map={"AutoConfig": "configuration_odd.OddConfig", "AutoModelForCausalLM": "modeling_odd.OddForCausalLM"})
+    case.edit("tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_odd.OddTokenizer", None], "AutoProcessor": "p.P"})
+    assert case.rows("code_files")["code files"].verdict == "ok"  # none of it is run
+    case.trusted = True
+
+    def said():
+        rows = case.rows("code_files", "configuration")
+        assert list(rows) == ["code files"]  # the rest would fail for the same reason, in other words
+        return rows["code files"]
+
+    for asked, missing, content in (
+        ("AutoConfig in the auto_map of config.json", "configuration_odd.py", "from .shared_odd import helper\n"),
+        ("AutoTokenizer in the auto_map of tokenizer_config.json", "tokenization_odd.py", "import json\n"),
+        ("configuration_odd.py", "shared_odd.py", "from .deeper_odd import helper\n"),
+        ("shared_odd.py", "deeper_odd.py", "helper = 1\n"),
+    ):
+        found = said()
+        assert found.verdict == "failed" and f"{asked} asks for {missing}" in found.found, found
+        assert missing in found.remedy and "modeling_odd.py" not in found.found
+        (case.folder / missing).write_text(content)
+    assert case.rows("code_files")["code files"].verdict == "ok"
+    case.settings["engine"] = "transformers"
+    assert "AutoModelForCausalLM in the auto_map of config.json asks for modeling_odd.py" in said().found
+    case.edit(auto_map={"AutoConfig": "other/repository--configuration_odd.OddConfig"})
+    assert case.rows("code_files")["code files"].verdict == "ok"
+
+
 def test_a_dropped_role_is_warned_of(tmp_path):
     case = Case(make_tiny_llama(tmp_path / "target"))
     case.talk(["user", "assistant", "tool", "assistant"])

@@ -1,14 +1,18 @@
 """Checks of the engine: whether the installed vLLM (or transformers) can run the target and hand out its states."""
 
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from . import vllm_classes
 from .devices import has_driver
+from .errors import describe
 from .preflight import Finding, Subject
+from .targets import where_to_get
 from .vllm_options import check_names, device_type
 
+_FILE_NAME = re.compile(r"[\w-]+\.(?:json|jinja|py|model|tiktoken|txt)\b")
 _TO_TRANSFORMERS = "Set the target's engine to transformers, or install a vLLM that has it"
 
 
@@ -118,6 +122,28 @@ def quantisation(subject: Subject) -> Finding:
                 "Take another GPU or another copy of the target",
             )
     return Finding("ok", str(method))
+
+
+def serving_files(subject: Subject) -> Finding:
+    """Whether vLLM finds what it reads beside the weights where it answers prompts: extraction and the twin feed token ids, for
+    which it wants no tokenizer and no wrapper's processors."""
+    from .generation import read_files
+
+    if subject.architecture not in vllm_classes.architectures():
+        return Finding("ok", f"not looked at: vLLM does not know {subject.architecture}")
+    vllm_classes.keep_loaded(subject.architecture)
+    elsewhere = subject.needs_gpus and not has_driver()
+    runtime = subject.runtime | ({"device": "auto"} if elsewhere else {})
+    try:
+        read_files(subject.target, runtime, subject.settings["dtype"])
+    except Exception as error:  # noqa: BLE001 - it is what the check found
+        folder, said = subject.target.folder, describe(error)
+        missing = [name for name in dict.fromkeys(_FILE_NAME.findall(str(error))) if not (folder / name).exists()]
+        if not missing and elsewhere and not isinstance(error, OSError):
+            return Finding("warning", f"vLLM without a GPU cannot read the target's files: {said}", "Look at them where the GPUs are")
+        found = f"{', '.join(missing)} not found in {folder}, and vLLM reads it before it answers any prompt" if missing else said
+        return Finding("failed", f"{found}\n{said}" if missing else found, where_to_get(subject.target, missing))
+    return Finding("ok", "vLLM reads the configuration, the tokenizer and what else it wants beside the weights")
 
 
 def twin(subject: Subject) -> Finding:

@@ -1,9 +1,11 @@
 """Checks of the target's configuration files."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from .preflight import Finding, Subject, read_json
+from .targets import where_to_get
 
 
 def remote_code(subject: Subject) -> Finding:
@@ -32,6 +34,42 @@ def remote_code(subject: Subject) -> Finding:
         return Finding("ok", "no code in the target's folder is asked for")
     use = "allowed" if subject.target.trust_remote_code else "not needed, since transformers has its own"
     return Finding("ok", f"{' and '.join(there)} name code in the target's folder: {use}")
+
+
+def code_files(subject: Subject) -> Finding:
+    """Whether the files of code that are run are in the target's folder: those that auto_map names, and what they import of it."""
+    folder = subject.target.folder
+    if not subject.target.trust_remote_code:
+        return Finding("ok", "no code of the target's folder is run")
+    classes = ["AutoConfig", "AutoTokenizer"]
+    if subject.settings["engine"] == "transformers":
+        classes.append("AutoModelForCausalLM")
+    wanted: dict[str, str] = {}  # file: what asks for it
+    for name in ("config.json", "tokenizer_config.json"):
+        stored = _auto_map(read_json(folder / name)) if (folder / name).exists() else {}
+        for of in classes:
+            references = stored.get(of) or []
+            for reference in [references] if isinstance(references, str) else references:
+                if reference and "--" not in reference:  # else it is in another repository
+                    wanted.setdefault(f"{reference.split('.')[0]}.py", f"{of} in the auto_map of {name}")
+    files = list(wanted)
+    for file in files:  # grows: what is imported may import more
+        for imported in _relative_imports(folder / file):
+            if imported not in wanted:
+                wanted[imported] = file
+                files.append(imported)
+    missing = [file for file in files if not (folder / file).is_file()]
+    if missing:
+        said = "; ".join(f"{wanted[file]} asks for {file}" for file in missing)
+        return Finding("failed", f"{said}, not found in {folder}", where_to_get(subject.target, missing))
+    return Finding("ok", ", ".join(files) or "no file of code is asked for")
+
+
+def _relative_imports(path: Path) -> list[str]:
+    """Files of the same folder that a file of code imports."""
+    from transformers.dynamic_module_utils import get_relative_imports
+
+    return [f"{name.split('.')[0]}.py" for name in get_relative_imports(path)] if path.is_file() else []
 
 
 def _auto_map(stored: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -322,6 +322,34 @@ def start(
     return Engine(nodes.load(arguments), end_tokens, counts_steps)
 
 
+def read_files(target: "Target", runtime: dict[str, Any], dtype: str) -> None:
+    """Has vLLM read what `start` has it read of a target before the weights: configuration, tokenizer, processors of a wrapper.
+
+    Raises what vLLM raises. Quantisation is left out, since it is refused where there is no GPU.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    arguments = {"dtype": dtype, "hf_overrides": _unquantised, **common_options(target, runtime)}
+    arguments.pop("quantization", None)
+    config = EngineArgs(**arguments).create_model_config()
+    cached_tokenizer_from_config(config)
+    if hasattr(type(config), "supports_multimodal_inputs"):
+        shows_images = config.supports_multimodal_inputs
+    else:  # older releases
+        shows_images = MULTIMODAL_REGISTRY.supports_multimodal_inputs(config)
+    if shows_images:
+        MULTIMODAL_REGISTRY.create_processor(config)
+
+
+def _unquantised(config: Any) -> Any:
+    for part in (config, config.get_text_config()):
+        vars(part).pop("quantization_config", None)
+        vars(part).pop("compression_config", None)
+    return config
+
+
 def _counts_by_request() -> bool:
     """Whether this vLLM says of each request what was accepted of its drafts."""
     from vllm.engine.arg_utils import EngineArgs

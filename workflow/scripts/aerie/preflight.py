@@ -126,6 +126,7 @@ def checks() -> list[Check]:
     return [
         checks_machine.versions,
         checks_model.remote_code,
+        checks_model.code_files,
         checks_model.configuration,
         checks_machine.device,
         checks_machine.gpus,
@@ -146,6 +147,7 @@ def checks() -> list[Check]:
         checks_draft.draft_vocabulary,
         checks_tokenizer.chat_template,
         checks_tokenizer.roles,
+        checks_engine.serving_files,
         checks_weights.weight_index,
         checks_weights.weight_files,
         checks_weights.head_weights,
@@ -157,7 +159,7 @@ def checks() -> list[Check]:
 
 
 # Where one of these fails, a later check has nothing to look at, or nothing to look with.
-_STOP = ("versions", "remote_code", "configuration")
+_STOP = ("versions", "remote_code", "code_files", "configuration")
 # The twin is built from what these have found sound.
 _BEFORE_TWIN = ("device", "gpus", "nodes", "engine_options", "architecture", "eagle3_interface")
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -225,6 +226,18 @@ def is_complete(folder: Path) -> bool:
     if not (folder / "config.json").exists() or not any(folder.glob("*.safetensors")):
         return False
     return all((folder / file).exists() for file in set(weight_map(folder).values()))
+
+
+def where_to_get(target: Target, files: Sequence[str]) -> str:
+    """What to do about files that a target's folder lacks; no files: whichever these may be."""
+    if "hub_id" in target.location:
+        model, into = target.location["hub_id"], f"--revision {target.location['revision']}"
+    else:
+        model, into = "OWNER/NAME", f"--local-dir {target.folder}"
+    return (
+        f"Take {' and '.join(files) or 'what may be missing'} from the model's repository: `hf download {' '.join([model, *files, into])}`. "
+        f"A download limited by allow_patterns or --include has to take {', '.join(PATTERNS)}"
+    )
 
 
 def fingerprint(name: str, location: dict[str, str], trust_remote_code: bool, cache: Path) -> dict[str, Any]:
