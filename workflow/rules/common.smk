@@ -113,7 +113,12 @@ def get_vocab_sizes(wildcards, threads):
     """Of the target's drafts, as JSON: {where a vocab_size is set: what it is}. Snakemake records no function of threads: a line may move."""
     sizes = PLAN.vocab_sizes(wildcards.target).items()
     files = [Path(file) for file in FILES]
-    return json.dumps({f"{place_of(('drafts', draft, 'vocab_size'), files, GIVEN)}: drafts.{draft}.vocab_size": size for draft, size in sizes})
+    return json.dumps(
+        {
+            f"{place_of(('drafts', draft, 'vocab_size'), files, GIVEN)}: drafts.{draft}.vocab_size": size
+            for draft, size in sizes
+        }
+    )
 
 
 def force_narrow_preflight(wildcards):
