@@ -481,13 +481,14 @@ def test_muon_is_torchs(shape):
         optimizer = torch.optim.Muon([parameter], lr=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
         if dtype:
             optimizer = SharedMuon(optimizer, dtype, ALONE)
+            assert optimizer.param_groups[0]["momentum"] == 0.9
         for gradient in gradients:
             parameter.grad = gradient.clone()
             optimizer.step()
         return parameter.detach()
 
-    for dtype in (torch.bfloat16, torch.float32):
-        assert (trained(dtype) - trained(None)).norm() < 0.03 * (trained(None) - start).norm()
+    for dtype, rounding in ((torch.bfloat16, 0.03), (torch.float32, 0.02)):
+        assert (trained(dtype) - trained(None)).norm() < rounding * (trained(None) - start).norm()
 
 
 def test_ranks_share_the_work_of_muon():
@@ -498,6 +499,12 @@ def test_ranks_share_the_work_of_muon():
     owner = owners(shapes, 2)
     work = [sum(min(shape) * shape.numel() for shape, own in zip(shapes, owner, strict=True) if own == rank) for rank in (0, 1)]
     assert set(owner) == {0, 1} and sorted(work) == [40 * 40 * (140 + 40 + 40) + 10 * 10 * 40, 40 * 40 * 280]
+
+
+def test_orthogonalize_makes_singular_values_near_one():
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(orthogonalize(torch.randn(6, 20), (3.4445, -4.775, 2.0315), 5, 1e-7))
+    assert ((values > 0.6) & (values < 1.3)).all()
 
 
 @pytest.mark.parametrize("shape", [(48, 60), (60, 48), (48, 150), (150, 48), (150, 40)])
