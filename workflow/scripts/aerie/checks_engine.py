@@ -141,8 +141,9 @@ def serving_files(subject: Subject) -> Finding:
         missing = [name for name in dict.fromkeys(_FILE_NAME.findall(str(error))) if not (folder / name).exists()]
         if not missing and elsewhere and not isinstance(error, OSError):
             return Finding("warning", f"vLLM without a GPU cannot read the target's files: {said}", "Look at them where the GPUs are")
-        found = f"{', '.join(missing)} not found in {folder}, and vLLM reads it before it answers any prompt" if missing else said
-        return Finding("failed", f"{found}\n{said}" if missing else found, where_to_get(subject.target, missing))
+        if missing:
+            said = f"{', '.join(missing)} not found in {folder}, and vLLM reads it before it answers any prompt\n{said}"
+        return Finding("failed", said, where_to_get(subject.target, missing))
     return Finding("ok", "vLLM reads the configuration, the tokenizer and what else it wants beside the weights")
 
 

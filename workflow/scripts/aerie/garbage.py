@@ -258,7 +258,7 @@ def _forget_recipes(root: Root, store: Path, results: Path) -> None:
     """Removes recipes that no configuration names any more and that are older than a day; none while a job is at work."""
     if any(is_at_work(store, use) for use in root.uses.values()):
         return
-    named = {RecipeName(*name) for configuration in root.configurations.values() for name in configuration["recipes"]}
+    named = root.named()
     for path in (results / ".recipes").rglob("*.json"):
         if RecipeName.of(path) not in named and time.time() - path.stat().st_mtime >= DAY:
             path.unlink()

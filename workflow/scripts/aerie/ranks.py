@@ -30,11 +30,10 @@ class Ranks:
     rank: int = 0
     count: int = 1
 
-    def sum(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replaces each tensor by its sum over all ranks."""
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Replaces the tensor by its sum over all ranks."""
         if self.count > 1:
-            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:  # all on their way before one is waited for
-                work.wait()
+            dist.all_reduce(tensor)
 
     def spread(self, tensor: torch.Tensor, owner: int) -> Callable[[], object]:
         """Begins to give every rank the owner's tensor; it is there after a call of what is returned."""

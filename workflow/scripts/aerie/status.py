@@ -70,7 +70,8 @@ class Status:
 
     def notes(self, words: str) -> Iterator[str]:
         """How to see as what it is what was made with other settings. words: the present configuration's on the command line."""
-        other = [step for run in self.plan.runs.values() for step in self.plan.steps(run) if self._shown(step, run) == _OTHER]
+        steps = [(step, run) for run in self.plan.runs.values() for step in self.plan.steps(run) if step[0] in STAGES]
+        other = [step for step, run in steps if self.cell(step[0], run).text == _OTHER]
         if not other:
             return
         last = {step: last_recipe(self.results / ".recipes" / "/".join(step)) for step in other}
@@ -81,11 +82,8 @@ class Status:
         yield from (f"  snakemake status --cores 1 {command}" for command in sorted(commands - {words}))
 
     def _row(self, run: Run) -> list[str]:
-        names = dict(self.plan.steps(run))
-        return [run.run, *(self._shown((stage, names[stage]), run) if stage in names else "–" for stage in STAGES)]
-
-    def _shown(self, step: tuple[str, str], run: Run) -> str:
-        return self.cell(step[0], run).text if step[0] in STAGES else ""
+        stages = dict(self.plan.steps(run))
+        return [run.run, *(self.cell(stage, run).text if stage in stages else "–" for stage in STAGES)]
 
     def cell(self, stage: str, run: Run) -> Cell:
         """What goes on in a stage of a run, or its key figures, or why there are none."""

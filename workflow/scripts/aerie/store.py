@@ -105,10 +105,13 @@ class Root(NamedTuple):
     configurations: dict[Path, dict[str, Any]]
     uses: dict[RecipeName, Use]
 
+    def named(self) -> set[RecipeName]:
+        """The recipes that a registered configuration has."""
+        return {RecipeName(*name) for configuration in self.configurations.values() for name in configuration["recipes"]}
+
     def used(self) -> dict[RecipeName, Use]:
         """The uses that a registered configuration has; all, while a job is at work, which may have been edited away since."""
-        store = self.folder.parents[1]
-        names = {RecipeName(*name) for configuration in self.configurations.values() for name in configuration["recipes"]}
+        store, names = self.folder.parents[1], self.named()
         busy = any(is_at_work(store, use) for name, use in self.uses.items() if name not in names)
         return {name: use for name, use in self.uses.items() if busy or name in names}
 

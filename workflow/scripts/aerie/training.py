@@ -267,7 +267,7 @@ class DraftTrainer:
         # First row: loss, supervised rows, samples left out. Then, for each step of training-time test, see Judged.sums.
         sums = torch.zeros(self.settings.ttt_steps + 1, 3, device=self.device)
         learnt = 0
-        for left, share in zip(range(len(shares))[::-1], shares, strict=True):
+        for number, share in enumerate(shares, 1):
             batch = next(batches)
             for bad in batch["bad"]:
                 cli.say(f"train_draft: left out: {bad}")
@@ -276,7 +276,7 @@ class DraftTrainer:
                 judged = supervised_loss(self.model, batch, self.settings.ttt_steps, self.settings.ttt_step_loss_decay, self.window)
             if judged is None:
                 continue
-            if not left:
+            if number == len(shares):
                 self.gradients.last_backward()
             (judged.loss * share).backward()
             learnt += len(judged.supervised)
@@ -284,7 +284,7 @@ class DraftTrainer:
             sums[1:, :2] += judged.sums
         sums[0, 1] += learnt
         self.gradients.finish()
-        self.ranks.sum([sums])
+        self.ranks.sum(sums)
         if learnt or float(sums[0, 1]):  # else there is nothing to learn in the whole step, and no rank moves
             torch.nn.utils.clip_grad_norm_(self.trained.values(), _GRADIENT_NORM)
             for optimizer in self.optimizers:

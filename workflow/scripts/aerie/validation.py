@@ -131,7 +131,7 @@ class Validation:
             rows = len(judged.supervised)
             totals[4, :3] += torch.tensor([float(judged.loss) * rows, rows, drafts], dtype=torch.float64)
         totals = totals.to(self.device)
-        self.ranks.sum([totals])
+        self.ranks.sum(totals)
         starts, accepted, reached, walked = totals[:4, :steps].long().tolist()
         loss_sum, weight, drafts = totals[4, :3].tolist()
         if not starts[0]:
