@@ -11,6 +11,7 @@ Variants, each an engine in a process of its own that is loaded once; repeats al
                   one process, as Aerie has it, since a process of its own leaves a core without work
     aerie         this repository's extraction: engine_vllm, capture_connector, shard_writer; fsync is in the time
     example       vLLM's ExampleHiddenStatesConnector, until every file is whole and on disk (needs a GPU)
+    server        the same behind vLLM's server, asked by `speculators generate-offline-data` (--with server; needs a GPU)
     transformers  this repository's transformers engine, at the best of several batch sizes, on every tenth prompt
                   (--with transformers: once, when the others have ended)
 
@@ -22,27 +23,33 @@ Time: the engines import together and load one after the other. A repeat is not 
 """
 
 import argparse
+import atexit
+import contextlib
 import json
 import os
 import shutil
+import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "workflow" / "scripts"))
+_TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(_TESTS.parent / "workflow" / "scripts"), str(_TESTS)]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled when it is first used
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-from worker import Answer, Worker
+from worker import Answer, Worker  # noqa: E402
 
 _COMMON = {"torch_dtype": "bfloat16", "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -127,7 +134,7 @@ def main() -> None:
     parser.add_argument("--stored-dtype", default="bfloat16")
     parser.add_argument("--dtype", default="bfloat16", help="of the computation")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of each engine")
-    parser.add_argument("--with", dest="extra", action="append", default=[], choices=["transformers"])
+    parser.add_argument("--with", dest="extra", action="append", default=[], choices=["server", "transformers"])
     parser.add_argument("--without", action="append", default=[], choices=["example"])
     args = parser.parse_args()
     Benchmark(args).run()
@@ -142,6 +149,7 @@ class Benchmark:
         self.scratch = Path(tempfile.mkdtemp(prefix="aerie-benchmark-", dir=args.disk))
         self.gpu = Path("/proc/driver/nvidia/version").exists()
         self.names = ["base", "aerie", *(["example"] if self.gpu and "example" not in args.without else [])]
+        self.names += ["server"] if "server" in args.extra else []
         folder = args.target or write_model(self.scratch / "model", SHAPES[args.shape], args.dtype)
         self.job = {
             "folder": str(folder),
@@ -158,7 +166,7 @@ class Benchmark:
         self.results: dict[str, Any] = {
             "command": sys.argv,
             "setting": self.job | {"machine_cores": os.cpu_count()},
-            "variants": {name: {"repeats": []} for name in [*self.names, *args.extra]},
+            "variants": {name: {"repeats": []} for name in dict.fromkeys([*self.names, *args.extra])},
         }
         self._fit_disk()
         self.workers: dict[str, Worker] = {}
@@ -172,11 +180,11 @@ class Benchmark:
         try:
             self._load()
             self._repeat()
-            for name in self.args.extra:
-                self._end_workers()
-                self.workers[name] = self._start(name)
-                if self._ask(name, "load"):
-                    self._run(name)
+            self._end_workers()
+            if "transformers" in self.args.extra:
+                self.workers["transformers"] = self._start("transformers")
+                if self._ask("transformers", "load"):
+                    self._run("transformers")
         finally:
             self._end_workers()
             shutil.rmtree(self.scratch, ignore_errors=True)
@@ -352,36 +360,106 @@ def prepare_base(job: dict[str, Any], **capture: Any) -> Callable[[list[list[int
         found: dict[str, Any] = {"tokens": tokens, "seconds": seconds}
         if capture:
             paths = [Path(output.kv_transfer_params["hidden_states_path"]) for output in outputs]
-            with ThreadPoolExecutor(8) as pool:
-                size = sum(pool.map(wait_for_file, paths))
-                found["seconds_without_fsync"] = time.perf_counter() - began
-                list(pool.map(sync, paths))
-            found |= {"seconds": time.perf_counter() - began, "bytes": size}
-            for path in paths:
-                for one in (path, Path(f"{path}.lock")):
-                    one.unlink(missing_ok=True)
+            found |= await_files(paths, began)
         return found
 
     return run
 
 
-def prepare_example(job: dict[str, Any]) -> Callable[[list[list[int]]], dict[str, Any]]:
-    folder = Path(job["disk"]) / "example"
+def example_capture(job: dict[str, Any], name: str) -> dict[str, Any]:
+    """vLLM's own capture, into a folder of this name."""
+    folder = Path(job["disk"]) / name
     folder.mkdir()
-    layer_ids = list(make_job(job).layer_ids)
-    return prepare_base(
-        job,
-        speculative_config={
+    return {
+        "speculative_config": {
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layer_ids}},
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(make_job(job).layer_ids)}},
         },
-        kv_transfer_config={
+        "kv_transfer_config": {
             "kv_connector": "ExampleHiddenStatesConnector",
             "kv_role": "kv_producer",
             "kv_connector_extra_config": {"shared_storage_path": str(folder)},
         },
-    )
+    }
+
+
+def prepare_example(job: dict[str, Any]) -> Callable[[list[list[int]]], dict[str, Any]]:
+    return prepare_base(job, **example_capture(job, "example"))
+
+
+def prepare_server(job: dict[str, Any]) -> Callable[[list[list[int]]], dict[str, Any]]:
+    from datasets import Dataset
+    from speculators.cli.generate_offline_data import generate_offline_data
+
+    from tiny_targets import make_tiny_tokenizer
+
+    folder, port = Path(job["disk"]) / "served", free_port()
+    shutil.copytree(job["folder"], folder)
+    make_tiny_tokenizer().save_pretrained(folder)  # the server wants one, though no text is read
+    options = vllm_options(job) | {"model": str(folder), "skip_tokenizer_init": False} | example_capture(job, "server")
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port", str(port)]
+    server = subprocess.Popen([*command, *command_line(options)])
+    atexit.register(end, server)
+    while not answers(f"http://127.0.0.1:{port}/health"):
+        assert server.poll() is None, f"the server ended with code {server.returncode}"
+        time.sleep(0.5)
+
+    def run(prompts: list[list[int]]) -> dict[str, Any]:
+        rows, states = Path(job["disk"]) / "rows", Path(job["disk"]) / "moved"
+        Dataset.from_dict({"input_ids": prompts}).with_format("torch").save_to_disk(rows)
+        began = time.perf_counter()
+        generate_offline_data(endpoint=f"http://127.0.0.1:{port}/v1", preprocessed_data=str(rows), output=str(states))
+        paths = [states / f"hs_{number}.safetensors" for number in range(len(prompts))]
+        assert all(path.exists() for path in paths)
+        return {"tokens": sum(map(len, prompts))} | await_files(paths, began)
+
+    return run
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(10)
+    process.kill()
+
+
+def command_line(options: dict[str, Any]) -> Iterator[str]:
+    """What vllm.LLM takes, as arguments of vLLM's server."""
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{flag}" if value else f"--no-{flag}"
+        else:
+            yield from (f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value))
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def await_files(paths: list[Path], began: float) -> dict[str, Any]:
+    """Waits until the files of states are whole and on disk, and removes them. began: as time.perf_counter has it."""
+    with ThreadPoolExecutor(8) as pool:
+        size = sum(pool.map(wait_for_file, paths))
+        without_fsync = time.perf_counter() - began
+        list(pool.map(sync, paths))
+    found = {"seconds": time.perf_counter() - began, "seconds_without_fsync": without_fsync, "bytes": size}
+    for path in paths:
+        for one in (path, Path(f"{path}.lock")):
+            one.unlink(missing_ok=True)
+    return found
 
 
 def wait_for_file(path: Path, seconds: float = 60) -> int:
@@ -480,6 +558,7 @@ VARIANTS: dict[str, Callable[..., Callable[[list[list[int]]], dict[str, Any]]]] 
     "base": prepare_base,
     "aerie": prepare_aerie,
     "example": prepare_example,
+    "server": prepare_server,
     "transformers": prepare_transformers,
 }
 

@@ -4,7 +4,8 @@ the seconds and the memory of everything that grows with samples and shards. Tak
 The dataset is real (random ids and masks, Aerie's own files), and so are the shards' headers, offsets and token ids, as
 extraction would lay them out; the states behind them are holes in the files. Everything that is timed is Aerie's own command
 or function. Memory is what a process has of its own: mapped pages of files, which the system takes back, are not in it.
---cold drops the machine's file caches (root) before each command that looks into the store.
+--cold drops the machine's file caches (root) before each command that looks into the store. --mean-tokens 117 makes
+conversations so short that the shards are 25,000.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from checkout import SCRIPTS  # noqa: E402
 from families import make_family  # noqa: E402
 from tiny_workflow import TinyWorkflow  # noqa: E402
 
-SHORTEST, MEAN, LONGEST = 50, 1000, 4096  # tokens of a sample
+SHORTEST, LONGEST = 50, 4096  # tokens of a sample
 PARTS = (1, 4, 16)
 EPOCHS = 3
 DATASET = Path("results/datasets/kimi/talk")
@@ -79,10 +80,10 @@ def measured(what: str, process: psutil.Process | None = None) -> Iterator[None]
 
 
 class Million:
-    """The workflow in a folder. cold: drop the caches before each command."""
+    """The workflow in a folder, of samples of mean_tokens on average. cold: drop the caches before each command."""
 
-    def __init__(self, folder: Path, samples: int, cold: bool) -> None:
-        self.workflow, self.samples, self.cold = TinyWorkflow(folder), samples, cold
+    def __init__(self, folder: Path, samples: int, mean_tokens: int, cold: bool) -> None:
+        self.workflow, self.samples, self.mean_tokens, self.cold = TinyWorkflow(folder), samples, mean_tokens, cold
         os.chdir(folder)
         make_family(folder / "kimi", "kimi-k2.5")
         self.workflow.config["targets"] = {"kimi": {"path": "kimi", "device": "cuda", "tensor_parallel": 8}}
@@ -161,7 +162,7 @@ class Million:
         """Random ids, the frequent ones low; longest first, as they are extracted. Half of each is supervised."""
         random = np.random.default_rng(0)
         vocabulary = self.job.target.vocab_size
-        lengths = random.gamma(1.5, (MEAN - SHORTEST) / 1.5, self.samples).astype(int) + SHORTEST
+        lengths = random.gamma(1.5, (self.mean_tokens - SHORTEST) / 1.5, self.samples).astype(int) + SHORTEST
         for number, length in enumerate(np.sort(lengths.clip(max=LONGEST))[::-1]):
             ids = (vocabulary * random.random(length) ** 20).astype(np.int32)
             mask = np.zeros(length, dtype=np.uint8)
@@ -266,6 +267,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--disk", type=Path, help="folder to work below (default: a temporary one)")
     parser.add_argument("--samples", type=int, default=1_000_000)
+    parser.add_argument("--mean-tokens", type=int, default=1000, help="of a sample")
     parser.add_argument("--cold", action="store_true", help="drop the machine's file caches before each command")
     parser.add_argument("--trainer", type=Path, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -273,7 +275,7 @@ def main() -> None:
         trainer_order(*args.trainer)
         return
     with tempfile.TemporaryDirectory(dir=args.disk) as folder:
-        million = Million(Path(folder), args.samples, args.cold)
+        million = Million(Path(folder), args.samples, args.mean_tokens, args.cold)
         million.make_dataset()
         million.lookups()
         million.plans()

@@ -39,7 +39,7 @@ class Case:
         self.dataset = dataset
         self.settings: dict[str, Any] = {
             "engine": "vllm",
-            "dtype": "bfloat16",
+            "dtype": "float32",
             "aux_layer_ids": [None],
             "datasets": [dataset],
             "vocab_sizes": [270],
@@ -416,6 +416,19 @@ def test_a_vllm_that_is_too_old_is_refused(version, verdict, words, tmp_path, mo
     monkeypatch.syspath_prepend(tmp_path)
     found = Case(make_tiny_llama(tmp_path / "target")).rows("versions")["versions"]
     assert found.verdict == verdict and f"{package} {words}" in found.found and "`make env`" in found.remedy
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="expects vLLM's CPU build")
+@pytest.mark.skipif(not hasattr(torch.cpu, "get_capabilities"), reason="torch before 2.12 does not say what the CPU has")
+def test_a_cpu_without_bfloat16_instructions_is_warned_of(tmp_path):
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    assert case.rows("device")["device"].verdict == "ok"
+    case.settings["dtype"] = "bfloat16"
+    found = case.rows("device")["device"]
+    if any(there for name, there in torch.cpu.get_capabilities().items() if "bf16" in name):
+        assert found.verdict == "ok"
+    else:
+        assert found.verdict == "warning" and "float32 is several times faster" in found.found and "dtype: float32" in found.remedy
 
 
 @pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="expects vLLM's CPU build")
