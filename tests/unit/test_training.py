@@ -178,6 +178,25 @@ def test_ranks_share_the_packs_of_each_step():
     assert len(first) == 6 and len(second) == 5 and whole.rows(2) == 15
 
 
+def test_the_packs_of_a_step_are_alike():
+    """Ranks wait for each other: of 41 packs with 0 to 40 supervised tokens, each step has two neighbours, in random order."""
+    lengths, supervised = [5] * 41, np.random.default_rng(0).permutation(41)
+    order = PackOrder(lengths, supervised, 5, packs_per_step=2, seed=0)
+    seen = []
+    for epoch in range(2):
+        order.start(epoch)
+        counts = [int(supervised[pack].sum()) for pack in order]
+        steps = [counts[i : i + 2] for i in range(0, 40, 2)]
+        assert sorted(counts) == list(range(41)) and all(
+            high - low in (1, 2) for low, high in steps
+        )  # 2: the last pack, alone, lay between
+        assert steps != sorted(steps)
+        seen.append(steps)
+    assert seen[0] != seen[1]
+    ones = PackOrder(lengths, supervised, 5, packs_per_step=1, seed=0)
+    assert list(ones) == [pack.tolist() for pack in ones._sampler]
+
+
 def test_supervised_tokens_are_counted_where_they_are_judged(tmp_path: Path):
     masks = [[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0, 0, 1]]
     samples = [([10 * n + i for i in range(len(mask))], mask) for n, mask in enumerate(masks, 1)]

@@ -10,6 +10,7 @@ import argparse
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 Batch = dict[str, Any]
+_SORTED_STEPS = 50  # whose packs are shared out together
 _COMPUTED = ("hidden_states", "verifier_last_hidden_states", "input_ids", "position_ids")  # what the GPU gets of a batch
 
 
@@ -221,8 +223,22 @@ class PackOrder:
     def start(self, epoch: int, step: int = 0) -> None:
         """The next iteration is of this epoch, from this step on."""
         self._sampler.set_epoch(epoch)
-        self._packs = [pack.tolist() for pack in self._sampler]
+        self._packs = self._alike([pack.tolist() for pack in self._sampler])
         self._first_step = step
+
+    def _alike(self, packs: list[list[int]]) -> list[list[int]]:
+        """The packs in an order in which those of a step have about as many supervised tokens, by which the work on them differs.
+
+        At the end of a step its ranks wait for each other. As transformers' group_by_length has it, the packs of so many
+        steps are sorted; the steps then keep the random order of each one's first pack.
+        """
+        counts, size = [int(self.supervised[pack].sum()) for pack in packs], self.packs_per_step
+        whole = len(packs) - len(packs) % size
+        order: list[int] = []
+        for first in range(0, whole, _SORTED_STEPS * size):
+            places = sorted(range(first, min(first + _SORTED_STEPS * size, whole)), key=counts.__getitem__)
+            order += chain.from_iterable(sorted((places[i : i + size] for i in range(0, len(places), size)), key=min))
+        return [packs[place] for place in order] + packs[whole:]
 
     @property
     def steps(self) -> int:
