@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 
+from aerie import devices
 from aerie.devices import lease
 from aerie.errors import AerieError
 
@@ -43,6 +44,46 @@ def test_a_host_holds_its_share_of_several_nodes(tmp_path):
 def test_no_gpu_needed_takes_none(tmp_path):
     with lease(0, 0, tmp_path) as held:
         assert held == [] and not list(tmp_path.iterdir())
+
+
+HOST = {"0": "GPU-aaaa1111", "1": "GPU-bbbb2222"}
+PRESETS = {  # CUDA_VISIBLE_DEVICES: the locks of what CUDA then sees
+    "0,1": ["GPU-aaaa1111", "GPU-bbbb2222"],
+    "1, 0": ["GPU-aaaa1111", "GPU-bbbb2222"],
+    "GPU-bbbb2222": ["GPU-bbbb2222"],
+    "GPU-bb": ["GPU-bbbb2222"],
+    "1,GPU-bbbb2222": ["GPU-bbbb2222"],
+    "MIG-GPU-aaaa1111/1/0": ["MIG-GPU-aaaa1111_1_0"],
+    "MIG-5c89": ["MIG-5c89"],
+    "0,-1,1": ["GPU-aaaa1111"],
+    "-1": [],
+    "": [],
+    "NoDevFiles": [],
+    "7": [],
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_device_has_one_lock_whatever_it_is_called(tmp_path, monkeypatch, preset):
+    monkeypatch.setattr(devices, "gpu_uuids", lambda: HOST)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", preset)
+    locks = PRESETS[preset]
+    if locks:
+        with lease(len(locks), len(locks), tmp_path):
+            assert sorted(path.name for path in tmp_path.iterdir()) == locks
+            assert len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")) == len(locks)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", preset)
+    with pytest.raises(AerieError, match=f"this host offers {len(locks)} .*Lower"), lease(len(locks) + 1, 8, tmp_path):
+        pass
+
+
+def test_jobs_meet_whatever_their_tmpdir_is(tmp_path):
+    command = [sys.executable, "-c", "from aerie.devices import LOCKS; print(LOCKS)"]
+    told = [
+        subprocess.run(command, env=os.environ | more, capture_output=True, text=True, check=True).stdout
+        for more in ({}, {"TMPDIR": str(tmp_path)})
+    ]
+    assert told[0] == told[1]
 
 
 HOLD = textwrap.dedent(

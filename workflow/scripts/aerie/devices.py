@@ -7,7 +7,6 @@ host never share a device. A preset CUDA_VISIBLE_DEVICES (a scheduler's, a user'
 import fcntl
 import os
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +15,10 @@ from pathlib import Path
 from . import cli
 from .errors import AerieError
 
-LOCKS = Path(tempfile.gettempdir()) / "aerie-gpus"
+LOCKS = Path("/tmp/aerie-gpus")  # not TMPDIR, which differs between jobs and users that must meet here
+
+
+_REMEDY = "Lower the target's tensor_parallel or the draft's training.gpus, or take a host that has so many."
 
 
 def has_driver() -> bool:
@@ -40,11 +42,11 @@ def lease(needed: int, granted: int, locks: Path = LOCKS, nodes: int = 1) -> Ite
     pool = gpu_uuids()
     preset = os.environ.get("CUDA_VISIBLE_DEVICES")
     if preset is not None:
-        pool = {name: pool.get(name, name) for name in filter(None, preset.split(","))}
+        pool = _named(preset, pool)
     if len(pool) < needed:
         source = f"CUDA_VISIBLE_DEVICES={preset}" if preset is not None else "nvidia-smi"
         here = " on each of its nodes" if nodes > 1 else ""
-        raise AerieError(f"this job needs {needed} GPUs{here}, this host offers {len(pool)} ({source}): lower the target's tensor_parallel")
+        raise AerieError(f"this job needs {needed} GPUs{here}, this host offers {len(pool)} ({source}). {_REMEDY}")
     held = _take(pool, needed, locks)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(held)
     cli.say(f"GPUs {', '.join(held)} of this host are leased")
@@ -65,6 +67,22 @@ def gpu_uuids() -> dict[str, str]:
     return dict(line.replace(" ", "").split(",") for line in done.stdout.splitlines() if line.strip())
 
 
+def _named(preset: str, host: dict[str, str]) -> dict[str, str]:
+    """{name: UUID} of the devices that a CUDA_VISIBLE_DEVICES names; as for CUDA, none from the first that is no device (-1).
+
+    host: {index: UUID} of all, as far as it is known. A UUID may be cut short. A MIG device has a name of its own.
+    """
+    pool: dict[str, str] = {}
+    for name in filter(None, map(str.strip, preset.split(","))):
+        if not (name in host or name.startswith(("GPU-", "MIG-")) or (name.isdigit() and not host)):
+            break
+        meant = [uuid for uuid in host.values() if uuid.startswith(name)]
+        uuid = host.get(name) or (meant[0] if len(meant) == 1 else name)
+        if uuid not in pool.values():
+            pool[name] = uuid
+    return pool
+
+
 def _take(pool: dict[str, str], needed: int, locks: Path) -> dict[str, int]:
     """Locks `needed` of the pool, or waits holding none; {name: descriptor}, inherited by child processes."""
     locks.mkdir(parents=True, exist_ok=True)
@@ -76,7 +94,7 @@ def _take(pool: dict[str, str], needed: int, locks: Path) -> dict[str, int]:
         for name, uuid in pool.items():
             if len(held) == needed:
                 break
-            descriptor = os.open(locks / uuid, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = os.open(locks / uuid.replace("/", "_"), os.O_RDWR | os.O_CREAT, 0o666)
             with suppress(PermissionError):
                 os.fchmod(descriptor, 0o666)
             try:
