@@ -119,6 +119,10 @@ def damage_header(path):
     path.write_bytes(data)
 
 
+def damage_kind(path):
+    path.write_bytes((2).to_bytes(8, "little") + b"17")
+
+
 def damage_length(path):
     data = path.read_bytes()
     path.write_bytes((2**60).to_bytes(8, "little") + data[8:])
@@ -131,7 +135,9 @@ def damage_offsets(path):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", [damage_truncate, damage_append, damage_empty, damage_header, damage_length, damage_offsets])
+@pytest.mark.parametrize(
+    "damage", [damage_truncate, damage_append, damage_empty, damage_header, damage_kind, damage_length, damage_offsets]
+)
 def test_a_damaged_shard_is_missing_and_never_read(tmp_path, capsys, damage):
     capture, store, samples, paths = fill(tmp_path)
     index = write_index(tmp_path / "index", store, capture)
@@ -151,6 +157,36 @@ def test_a_missing_shard_is_named(tmp_path):
         index.token_ids(samples[0].key)
     with pytest.raises(AerieError, match="another dataset"):
         index.states("0" * 32)
+
+
+def test_a_shard_that_may_not_be_read_is_not_missing(tmp_path, monkeypatch):
+    """Else another user's umask, or a server that does not answer, would have all states extracted again."""
+    _, store, _, paths = fill(tmp_path)
+
+    def refuse(path, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(hs, "open", refuse, raising=False)
+    with pytest.raises(AerieError, match=r"Permission denied.*may be whole") as report:
+        store.known()
+    assert not isinstance(report.value, hs.DamagedShard) and any(path.name in str(report.value) for path in paths)
+
+
+def test_a_lookup_beside_gc_finds_what_was_packed_anew(tmp_path, monkeypatch, capsys):
+    capture, store, samples, paths = fill(tmp_path)
+    read_shard = hs.read_shard
+
+    def read(path):
+        monkeypatch.setattr(hs, "read_shard", read_shard)
+        store.write_shard(capture, [samples[-1]], 2.5)
+        paths[1].unlink()
+        return read_shard(path)
+
+    monkeypatch.setattr(hs, "read_shard", read)
+    assert set(store.known()["sample_key"]) == {sample.key for sample in samples} and not capsys.readouterr().err
+    dangling = store.folder / "moved.safetensors"  # to a disk that is away
+    dangling.symlink_to(tmp_path / "away")
+    assert len(store.known()) == len(samples) and "moved.safetensors" in capsys.readouterr().err
 
 
 def test_changed_token_ids_are_found(tmp_path):

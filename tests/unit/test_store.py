@@ -319,6 +319,28 @@ def test_damage_is_found_set_aside_and_made_again():
     assert verification.verify(STORE) == (2, [])
 
 
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(24, "Too many open files"), MemoryError("none left")])
+@pytest.mark.parametrize("module", [hs, verification])
+def test_what_could_not_be_looked_at_is_not_set_aside(monkeypatch, module, error):
+    make("square", "a", 1)
+    make_states("float32")
+
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(module, "open" if module is hs else "file_sha256", fail, raising=False)
+    with pytest.raises(AerieError, match="nothing was set aside.*\n?.*" + str(error.args[-1])):
+        verification.verify(STORE)
+
+
+def test_what_goes_while_it_is_verified_is_no_damage(monkeypatch):
+    _, _, path = make_states("float32")
+    checks = list(verification._checks(STORE))
+    path.unlink()
+    monkeypatch.setattr(verification, "_checks", lambda store: checks)
+    assert verification.verify(STORE) == (1, [])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8"])
 def test_values_that_are_not_finite_are_damage(dtype):
     store, samples, path = make_states(dtype)

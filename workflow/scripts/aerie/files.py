@@ -1,5 +1,6 @@
 """Files that survive a crash, and locks that end with their holder."""
 
+import errno
 import fcntl
 import os
 import time
@@ -44,6 +45,12 @@ def is_locked(path: Path) -> bool:
     except BlockingIOError:
         return True
     return False
+
+
+def is_damage(error: OSError) -> bool:
+    """Whether an error in reading a file says that it is damaged or gone. Where it is another's that we may not read, or too many
+    files are open, or a server does not answer, the file may be whole."""
+    return error.errno in (None, errno.EIO, errno.ENOENT)
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -34,7 +34,7 @@ import pandas as pd
 
 from . import cli
 from .errors import AerieError
-from .files import sync_file, sync_folder
+from .files import is_damage, sync_file, sync_folder
 from .keys import canonical_json, digest_of, file_sha256, sample_key
 from .stage import read_manifest
 
@@ -216,7 +216,7 @@ class DamagedShard(AerieError):
 
 
 def read_shard(path: Path) -> Shard:
-    """Reads and checks a shard's header; DamagedShard says what is wrong with it."""
+    """Reads and checks a shard's header; DamagedShard says what is wrong with it, another AerieError why it could not be looked at."""
     try:
         with open(path, "rb", buffering=_HEADER_BYTES) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # a lookup is to read no more of each shard
@@ -253,7 +253,9 @@ def read_shard(path: Path) -> Shard:
             engine=capture["engine"],
             data_start=8 + length,
         )
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        if isinstance(error, OSError) and not is_damage(error):
+            raise AerieError(f"{path}: this shard of hidden states may not be read: {error}. Mend that; the shard may be whole.") from error
         raise DamagedShard(f"{path}: this shard of hidden states cannot be read: {str(error) or repr(error)}. {REMEDY}") from error
 
 
@@ -317,7 +319,8 @@ class HiddenStateStore:
                 raise DamagedShard(f"{path}: this shard belongs to capture {shard.capture_key}, not to its folder's. Move it there.")
             return shard
         except DamagedShard as error:
-            cli.say(f"warning: {error} Until then its samples count as missing.")
+            if os.path.lexists(path):
+                cli.say(f"warning: {error} Until then its samples count as missing.")
             return None
 
     def known(self, remember: bool = False) -> pd.DataFrame:
@@ -329,7 +332,11 @@ class HiddenStateStore:
         there = self._listing()
         before = self._remembered().merge(there, on=list(there.columns))
         new = there[~among(there["shard"], set(before["shard"].to_list()))]
-        found = pd.concat([before, _table(self._read(list(new["shard"]))).merge(new, on="shard")], ignore_index=True)
+        read = self._read(list(new["shard"]))
+        unread = set(new["shard"].to_list()) - {shard.path.name for shard in read}
+        if not all(os.path.lexists(self.folder / name) for name in unread):
+            return self.known(remember)  # `snakemake gc` has packed what was left of it into another
+        found = pd.concat([before, _table(read).merge(new, on="shard")], ignore_index=True)
         if remember and len(new):
             with suppress(OSError):
                 write_table(found, self.folder / _LOOKUP)
@@ -341,9 +348,11 @@ class HiddenStateStore:
         with suppress(FileNotFoundError), os.scandir(self.folder) as entries:
             for entry in entries:
                 if entry.name.endswith(".safetensors"):
-                    with suppress(FileNotFoundError):  # `snakemake gc` has just removed it
+                    try:
                         stat = entry.stat()
                         rows.append((entry.name, stat.st_size, stat.st_mtime_ns))
+                    except FileNotFoundError:  # it has just gone, as `known` will see
+                        rows.append((entry.name, 0, 0))
         return pd.DataFrame(sorted(rows), columns=["shard", "bytes", "mtime"]).astype({"shard": "str", "bytes": "int64", "mtime": "int64"})
 
     def _remembered(self) -> pd.DataFrame:

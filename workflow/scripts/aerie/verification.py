@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from .configuration import FOLDERS, Plan
 from .errors import AerieError, describe
-from .files import sync_folder
+from .files import is_damage, sync_folder
 from .hidden_states import REMEDY, DamagedShard, read_shard
 from .keys import file_sha256
 from .progress import Progress
@@ -29,16 +29,22 @@ class Damage(NamedTuple):
 
 
 def verify(store: Path) -> tuple[int, list[Damage]]:
-    """Reads every object, shard and answer. Returns how many there are, and the damaged ones."""
+    """Reads every object, shard and answer. Returns how many there are, and the damaged ones.
+
+    AerieError for one that could not be looked at, which says nothing of the file.
+    """
     checks = list(_checks(store))
-    sizes = [folder_bytes(path) if path.is_dir() else path.stat().st_size for path, _ in checks]
+    sizes = [_bytes(path) for path, _ in checks]
     progress = Progress("verify", sum(sizes), "bytes")
 
     def check(item: tuple[Path, Callable[[Path], None]]) -> str:
         path, examine = item
         try:
             examine(path)
-        except Exception as error:  # noqa: BLE001 - whatever cannot be read is damaged
+        except Exception as error:  # whatever cannot be read is damaged
+            cause = error.__cause__ or error
+            if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and not is_damage(cause)):
+                raise AerieError(f"{path}: could not be read, and nothing was set aside. Mend that: {describe(cause)}") from error
             return describe(error).replace(f" {REMEDY}", "") if path.exists() else ""  # gone meanwhile: finished, or collected as garbage
         return ""
 
@@ -49,6 +55,14 @@ def verify(store: Path) -> tuple[int, list[Damage]]:
             if problem:
                 damages.append(Damage(path.relative_to(store), problem))
     return len(checks), damages
+
+
+def _bytes(path: Path) -> int:
+    """Of a file, or of all below a folder; 0 where it has gone meanwhile."""
+    try:
+        return folder_bytes(path) if path.is_dir() else path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _checks(store: Path) -> Iterator[tuple[Path, Callable[[Path], None]]]:
