@@ -15,6 +15,7 @@ from safetensors import safe_open
 
 from aerie import engine_transformers, engine_vllm, twin
 from aerie.engine_choice import choose_engine
+from aerie.errors import AerieError
 from aerie.extraction import Job, SampleSet
 from aerie.hidden_states import HiddenStateStore, read_shard
 from aerie.targets import Target
@@ -156,6 +157,38 @@ def test_vllm(name, tmp_path):
         assert scaling["original_max_position_embeddings"] < max(PROMPTS) and not math.isclose(scaling["beta"], 0)
         scale_queries(model, scaling["beta"], scaling["original_max_position_embeddings"])
     check(Job(target, LAYER_IDS, "float32", "float32", "vllm", "cpu", 1, {"max_num_seqs": 8}), engine_vllm.extract, model, tmp_path)
+
+
+@pytest.mark.parametrize("served", [None, 512])
+def test_longrope_is_that_of_the_length_that_is_served(served, tmp_path):
+    """Phi-3 has other factors where more than its original length is served; transformers goes by the prompt's length."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    long, short = [4.0 + i for i in range(16)], [1.0] * 16
+
+    def build(short: list[float]) -> Any:
+        config = Phi3Config(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, vocab_size=512,
+            max_position_embeddings=1024, original_max_position_embeddings=512, pad_token_id=0,
+            rope_scaling={"rope_type": "longrope", "short_factor": short, "long_factor": long},
+        )  # fmt: skip
+        return Phi3ForCausalLM(config).eval()
+
+    torch.manual_seed(0)
+    model = build(short)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    model.save_pretrained(tmp_path / "target")
+    target = Target("t", "d", {"path": str(tmp_path / "target")}, False)
+    reference = build(short if served else long)
+    reference.load_state_dict(model.state_dict())
+    options = {"max_num_seqs": 8} | ({"max_model_len": served} if served else {})
+    job = Job(target, LAYER_IDS, "float32", "float32", "vllm", "cpu", 1, options)
+    check(job, engine_vllm.extract, reference, tmp_path)
+    if served:
+        with pytest.raises(AerieError, match="max_length to 504"):
+            engine_vllm.extract(job, SampleSet.of([[5] * 505]), HiddenStateStore(tmp_path, "k"))
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", pytest.param("deepseek-v3", marks=pytest.mark.engines)])

@@ -32,6 +32,7 @@ from aerie.keys import digest_of
 from aerie.provenance import versions
 from aerie.stage import Recipe, StageResult, locked, read_manifest, run_stage, write_atomically
 from aerie.targets import Target
+from aerie.vllm_options import served_length
 from aerie.vocabulary import draft_map
 
 VERSION = 3
@@ -180,7 +181,7 @@ def run_engine(engine: str, recipe: Recipe, target: Target, draft: Path, prompts
         target,
         runtime,
         end_tokens=prompts["end_tokens"],
-        max_length=min(needed, generation.length_limit(target, runtime)),
+        max_length=served_length(target, needed, generation.length_limit(target, runtime)),
         dtype=dtype,
         speculation=speculation,
         max_num_seqs=batch_size,

@@ -13,7 +13,7 @@ from .errors import AerieError, Terminated, describe
 from .extraction import Failure, Job, Outcome, SampleSet
 from .hidden_states import HiddenStateStore
 from .progress import Progress
-from .vllm_options import common_options
+from .vllm_options import common_options, rope_by_length, served_length
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -107,13 +107,15 @@ def check_options(engine_options: dict[str, Any]) -> None:
 
 
 def _max_model_len(job: Job, longest: int) -> int:
-    """As short as the samples allow, since vLLM insists on memory for one request of that length.
-
-    Some rotary embeddings depend on the length that the model is served with: those get the model's own.
-    """
-    rope = getattr(job.target.text_config, "rope_parameters", None) or getattr(job.target.text_config, "rope_scaling", None) or {}
-    by_length = {"longrope", "dynamic", "su"} & {str(rope.get("rope_type")), str(rope.get("type"))}
-    return (job.max_tokens if by_length else longest) + _SPARE_TOKENS
+    """As served_length; AerieError where that has no room to spare, and more would change the states."""
+    needed, (kind, original) = longest + _SPARE_TOKENS, rope_by_length(job.target)
+    if kind and job.max_tokens <= original < needed:
+        raise AerieError(
+            f"engine_options.max_model_len {job.max_tokens:,}: the longest sample has {longest:,} tokens, extraction needs {_SPARE_TOKENS} "
+            f"more, and with more than {original:,} this target's rotary embedding ({kind}) is another. "
+            f"Set the dataset's max_length to {job.max_tokens - _SPARE_TOKENS:,} or less."
+        )
+    return max(needed, served_length(job.target, needed, job.max_tokens))
 
 
 def run(llm: "LLM", samples: SampleSet, outcome: Outcome) -> None:

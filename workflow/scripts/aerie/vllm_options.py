@@ -50,6 +50,24 @@ def common_options(target: "Target", runtime: dict[str, Any]) -> dict[str, Any]:
     return options | chosen
 
 
+def rope_by_length(target: "Target") -> tuple[str, int]:
+    """(kind, length beyond which it is another) of a rotary embedding that depends on the length that the target is served with,
+    as Phi-3's does; ("", 0) for others."""
+    config = target.text_config
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = next((str(rope[name]) for name in ("rope_type", "type") if rope.get(name) in ("longrope", "dynamic", "su")), "")
+    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    return kind, int(original or 0) if kind else 0
+
+
+def served_length(target: "Target", needed: int, limit: int) -> int:
+    """max_model_len for requests of so many tokens: no longer, since vLLM insists on memory for one of that length.
+
+    limit: the target's positions, or engine_options' max_model_len. Where the rotary embedding depends on it, that is taken.
+    """
+    return limit if rope_by_length(target)[0] else min(needed, limit)
+
+
 def prepare_process() -> None:
     """What a process with an engine's workers needs before they start."""
     if device_type("auto") == "cpu":
