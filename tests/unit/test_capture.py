@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -390,3 +391,45 @@ def test_whatever_dies_is_named(targets, tmp_path, fault):
         line = 1 + script.read_text().splitlines().index("        raise Silent()")
         assert f"faulty.py:{line}, fail" in done.stderr
     assert "last lines of its log" in done.stderr and str(tmp_path / "faulty.log") in done.stderr
+
+
+SLOW = """
+import time
+
+import extract_hidden_states
+from aerie import cli
+from aerie.capture_connector import CaptureConnector
+
+take = CaptureConnector._take
+
+def slowly(self, *args):
+    time.sleep(0.3)
+    take(self, *args)
+
+CaptureConnector._take = slowly
+if __name__ == "__main__":
+    cli.run(extract_hidden_states.main, extract_hidden_states.build_parser())
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_told_to_end_it_says_so_and_writes_what_it_has(targets, tmp_path, parallel):
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW)
+    place = Workplace(tmp_path, targets["llama"], make_samples(400, 20), engine="vllm", tensor_parallel=parallel, shard_bytes=100_000)
+    place.find()
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if parallel == 2 else {})
+    process = subprocess.Popen([sys.executable, str(script), *place.part()], env=environment, stderr=subprocess.PIPE, text=True)
+    watched = threading.Thread(target=lambda: said.append(process.stderr.read()))
+    said: list[str] = []
+    watched.start()
+    while process.poll() is None and not list(place.store.folder.glob("*.safetensors")):
+        time.sleep(0.02)
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 1
+    watched.join()
+    assert "failed: ended by SIGTERM; finished work is kept" in said[0] and "workers wrote" not in said[0]
+    shards = place.store.shards()
+    assert len(shards) > 1 and len(shards[0].keys) + len(shards[1].keys) < 400

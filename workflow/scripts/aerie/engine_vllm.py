@@ -53,6 +53,8 @@ def load(job: Job, longest: int, store: HiddenStateStore) -> "LLM":
     check_options(job.engine_options)
     # Room beyond the model's own limit is only for the token that vLLM generates and we ignore.
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    # A step that waits for the disk is not stuck: five minutes, vLLM's default, are what a file server may take to come back.
+    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "3600")
     runtime = {
         "device": job.device,
         "tensor_parallel": job.tensor_parallel,
@@ -148,9 +150,8 @@ def run(llm: "LLM", samples: SampleSet, outcome: Outcome) -> None:
             if broken:
                 cause = f"not tried: extraction stopped after another sample failed ({broken.cause.splitlines()[0]})"
                 break
-    except (AerieError, Terminated):  # keep what there is
-        _account(llm, outcome, flush=True)
-        raise
+    except (AerieError, Terminated):
+        raise  # what there is is written when the engine is shut down: workers in the midst of a step would answer for that step
     except Exception as error:  # noqa: BLE001 - goes into the account
         cause, trace = f"the engine failed: {describe(error)}", traceback.format_exc()
     try:
