@@ -326,6 +326,37 @@ def test_a_failing_target_names_its_samples(targets, tmp_path):
     assert place.store.known().empty and not (place.states / "part-0-of-1.parquet").exists()
 
 
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.long)])
+def test_a_target_without_finite_states_is_given_up(targets, tmp_path, monkeypatch, engine):
+    """Not after a week of forwards; a few such samples among good ones do not stop the rest."""
+    from aerie import engine_transformers, engine_vllm, extraction, shard_writer
+
+    monkeypatch.setattr(engine_vllm, "_ACCOUNT_SECONDS", 0.0)
+    monkeypatch.setattr(extraction, "_HOPELESS", 5)
+    extract = engine_vllm.extract if engine == "vllm" else engine_transformers.extract
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": 128} if engine == "vllm" else {"batch_tokens": 100}
+    samples = SampleSet.of([one.input_ids for one in make_samples(60, 100)])
+    job = job_of(targets["llama"], engine, engine_options=options, shard_bytes=100_000)
+    real, bad = shard_writer.ShardWriter.add, 60
+
+    def add(self, sample):
+        nonlocal bad
+        bad -= 1
+        if bad >= 0:
+            sample.slot.finite[0] = False
+        real(self, sample)
+
+    monkeypatch.setattr(shard_writer.ShardWriter, "add", add)
+    outcome = extract(job, samples, HiddenStateStore(tmp_path / "bad", job.capture_key))
+    causes = [failure.cause for failure in outcome.failed.values()]
+    assert not outcome.written and len(causes) == 60
+    assert 5 <= sum(cause.startswith("its states at layer ids [2] hold infinities") for cause in causes) < 40
+    assert any("none had not (first: its states at layer ids [2] hold infinities" in cause for cause in causes)
+    bad = 4
+    outcome = extract(job, samples, HiddenStateStore(tmp_path / "good", job.capture_key))
+    assert len(outcome.failed) == 4 and len(outcome.written) == 56
+
+
 def test_a_sample_longer_than_the_target_is_refused(targets, tmp_path):
     samples = [*make_samples(2, 10), *make_samples(1, MAX_POSITIONS + 1)]
     place = Workplace(tmp_path, targets["llama"], samples)

@@ -61,9 +61,9 @@ def extract(job: Job, samples: SampleSet, store: HiddenStateStore) -> Outcome:
                 writer.add(Captured(samples.keys[i], token_ids, slot))
             outcome.add(*writer.report())
             progress.update(int(samples.tokens[batch].sum()), written=len(outcome.written))
-            broken = next((failure for failure in outcome.failed.values() if failure.trace), None)
-            if broken:
-                cause = f"not tried: extraction stopped after another sample failed ({broken.cause.splitlines()[0]})"
+            stopped = outcome.why_stop()
+            if stopped:
+                cause = stopped
                 break
     finally:
         writer.close()

@@ -121,7 +121,7 @@ def _max_model_len(job: Job, longest: int) -> int:
 
 
 def run(llm: "LLM", samples: SampleSet, outcome: Outcome) -> None:
-    """Feeds the samples, a few steps ahead; stops soon after a failure that is not of one sample alone.
+    """Feeds the samples, a few steps ahead; stops soon after there is a reason to (Outcome.why_stop).
 
     Were all handed over at once, or in batches, the device would stand still meanwhile.
     """
@@ -146,9 +146,9 @@ def run(llm: "LLM", samples: SampleSet, outcome: Outcome) -> None:
                 continue
             _account(llm, outcome, flush=False)
             reported = time.monotonic()
-            broken = next((failure for failure in outcome.failed.values() if failure.trace), None)
-            if broken:
-                cause = f"not tried: extraction stopped after another sample failed ({broken.cause.splitlines()[0]})"
+            stopped = outcome.why_stop()
+            if stopped:
+                cause = stopped
                 break
     except (AerieError, Terminated):
         raise  # what there is is written when the engine is shut down: workers in the midst of a step would answer for that step

@@ -19,6 +19,7 @@ from .store import free_bytes, size_text
 from .targets import Target
 
 SHARD_BYTES = 256 * 2**20
+_HOPELESS = 100  # failed samples, and none with states: the rest will fail as well
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,16 @@ class Outcome:
     def add(self, written: dict[str, str], failures: Sequence[Failure]) -> None:
         self.written |= written
         self.failed |= {failure.key: failure for failure in failures if failure.key not in self.failed}
+
+    def why_stop(self) -> str | None:
+        """Why the rest need not be tried: something failed that is not of one sample alone, or nothing else than failures came."""
+        broken = next((failure for failure in self.failed.values() if failure.trace), None)
+        if broken:
+            return f"not tried: extraction stopped after another sample failed ({broken.cause.splitlines()[0]})"
+        if len(self.failed) >= _HOPELESS and not self.written:
+            first = next(iter(self.failed.values())).cause.splitlines()[0]
+            return f"not tried: extraction stopped after {len(self.failed):,} samples had failed, and none had not (first: {first})"
+        return None
 
     def close(self, asked: Sequence[str], cause: str, trace: str = "") -> "Outcome":
         """Accounts for the rest: whatever was asked for and is in neither list failed by `cause`."""

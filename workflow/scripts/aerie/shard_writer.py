@@ -174,8 +174,6 @@ class ShardWriter:
 
     def _not_finite(self, finite: torch.Tensor) -> str:
         layers = [layer for layer, good in zip(self._capture.layer_ids, finite.tolist(), strict=True) if not good]
-        return (
-            f"its states at layer ids {layers} hold infinities or NaN "
-            f"({self._capture.engine}, compute dtype {self._capture.compute_dtype}): try compute_dtype float32, "
-            "or check the target's weights"
-        )
+        dtype = self._capture.compute_dtype
+        wider = "" if dtype == "float32" else "set the target's dtype to float32, or "
+        return f"its states at layer ids {layers} hold infinities or NaN ({self._capture.engine}, dtype {dtype}): {wider}check the target's weights"

@@ -150,7 +150,7 @@ class DraftSamples(BaseDataset):
             rows = torch.nonzero(~torch.isfinite(states.float()).flatten(1).all(1)).flatten().tolist()
             raise BadSample(
                 f"sample {key}: hidden states that are not finite at {len(rows)} of {len(states)} positions, the first at "
-                f"{rows[0]}. Extract this capture again (compute_dtype float32 or bfloat16), or set training.on_bad_sample: skip."
+                f"{rows[0]}. Extract this capture again (the target's dtype float32 or bfloat16), or set training.on_bad_sample: skip."
             )
         mask = torch.as_tensor(np.asarray(sample["loss_mask"])).bool().clone()
         mask[: self.ttt_steps] = False
