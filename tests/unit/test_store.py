@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from aerie import garbage, verification
 from aerie import hidden_states as hs
 from aerie.errors import AerieError
+from aerie.files import replacing, write_atomically
 from aerie.keys import sample_key
 from aerie.samples import Sample, write_samples
 from aerie.stage import Recipe, StageResult, run_stage
@@ -59,6 +61,23 @@ def age(*paths, seconds=2 * garbage.DAY):
 
 def found(store=STORE, plan=NO_PLAN):
     return garbage.find(store, plan)
+
+
+def test_two_may_write_one_file_at_a_time_and_a_full_disk_leaves_nothing(folder):
+    """Two containers' processes may have the same number, as two threads have."""
+
+    def write(text):
+        for _ in range(200):
+            write_atomically(folder / "layout.json", text)
+
+    texts = ["a" * 5000, "b" * 9000]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(write, texts))
+    assert [path.name for path in folder.iterdir()] == ["layout.json"] and (folder / "layout.json").read_text() in texts
+    with pytest.raises(OSError, match="No space"), replacing(folder / "layout.json") as temporary:
+        temporary.write_text("half")
+        raise OSError(28, "No space left on device")
+    assert [path.name for path in folder.iterdir()] == ["layout.json"] and (folder / "layout.json").read_text() in texts
 
 
 # --- layout -----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -53,15 +54,25 @@ def is_damage(error: OSError) -> bool:
     return error.errno in (None, errno.EIO, errno.ENOENT)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes text so that a reader, or a crash, sees the old file or the whole new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write, which then takes the place of `path`: a reader, or a crash, sees the old file or the whole new one."""
+    # Not the process's number: on another host, or in another container, another one has the same.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+    try:
+        yield temporary
+        sync_file(temporary)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes text, see `replacing`."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def end_future(folder: Path, apart: Path) -> None:

@@ -34,7 +34,7 @@ import pandas as pd
 
 from . import cli
 from .errors import AerieError
-from .files import is_damage, sync_file, sync_folder
+from .files import is_damage, replacing, sync_folder
 from .keys import canonical_json, digest_of, file_sha256, sample_key
 from .stage import read_manifest
 
@@ -485,13 +485,10 @@ def _table(shards: Sequence[Shard]) -> pd.DataFrame:
 
 
 def write_table(table: pd.DataFrame, path: Path) -> None:
-    """Writes a parquet file so that a reader, or a crash, sees the old file or the whole new one."""
+    """Writes a parquet file, see `replacing`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    table.to_parquet(temporary, index=False)
-    sync_file(temporary)
-    temporary.replace(path)
-    sync_folder(path.parent)
+    with replacing(path) as temporary:
+        table.to_parquet(temporary, index=False)
 
 
 def _check_sample(sample: StoredSample, length: int, capture: Capture) -> None:

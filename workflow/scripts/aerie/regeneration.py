@@ -20,9 +20,9 @@ import pyarrow.parquet as pq
 
 from . import cli
 from .conversations import Conversation, Message, with_system
+from .files import replacing
 from .keys import digest_of
 from .sources import Source, limit_of, mixture
-from .stage import sync_file, sync_folder
 
 LOOP_REPEATS = 4
 LOOP_CHARACTERS = 64
@@ -271,7 +271,6 @@ class AnswerStore:
     def write(self, key: str, answers: Sequence[Answers]) -> Path:
         """Stores a batch's answers under the batch's key."""
         path = self.folder / f"{key}.parquet"
-        temporary = path.with_name(f".{key}.{os.getpid()}.tmp")
         rows = [
             {
                 "prompt_key": one.prompt_key,
@@ -282,10 +281,8 @@ class AnswerStore:
             }
             for one in answers
         ]
-        pq.write_table(pa.Table.from_pylist(rows, schema=_ANSWER_SCHEMA), temporary)
-        sync_file(temporary)
-        temporary.replace(path)
-        sync_folder(self.folder)
+        with replacing(path) as temporary:
+            pq.write_table(pa.Table.from_pylist(rows, schema=_ANSWER_SCHEMA), temporary)
         return path
 
 
