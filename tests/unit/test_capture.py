@@ -452,7 +452,7 @@ def test_told_to_end_it_says_so_and_writes_what_it_has(targets, tmp_path, parall
     place.find()
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if parallel == 2 else {})
     process = subprocess.Popen([sys.executable, str(script), *place.part()], env=environment, stderr=subprocess.PIPE, text=True)
-    watched = threading.Thread(target=lambda: said.append(process.stderr.read()))
+    watched = threading.Thread(target=lambda: said.append(process.communicate()[1]))
     said: list[str] = []
     watched.start()
     while process.poll() is None and not list(place.store.folder.glob("*.safetensors")):

@@ -407,6 +407,15 @@ def test_locks_exclude_by_bucket(tmp_path):
     assert order == ["first", "other"]
 
 
+def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
+    def refuse(file, operation):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(hs.fcntl, "flock", refuse)
+    with pytest.raises(AerieError, match=r"No locks available.*Shared file systems"), hs.HiddenStateStore(tmp_path, "k").locked([3]):
+        pass
+
+
 def test_stale_temporary_files_go_and_live_ones_stay(tmp_path, monkeypatch):
     import fcntl
 

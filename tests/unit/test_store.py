@@ -307,6 +307,19 @@ def test_shards_go_whole_or_stay():
     assert not found().garbage
 
 
+def test_states_that_a_job_takes_up_after_the_listing_stay():
+    store, samples, used = make_states("float32")
+    _, others, also = make_states("float32", seed=1)
+    age(used, also)
+    findings = found()
+    assert {one.path for one in findings.garbage} == {used, also}
+    use_samples(store, [*samples, others[0]])
+    assert garbage.delete(STORE, findings) == 0 and used.exists() and also.exists()
+    age(used, also)
+    garbage.delete(STORE, found())  # the next one packs anew what is left
+    assert len(store.known()) == 5 and used.exists() and not also.exists()
+
+
 # --- verify -----------------------------------------------------------------------------------------------------------
 
 

@@ -163,14 +163,18 @@ def _shards(folder: Path, wanted: set[str], now: float, findings: Findings) -> N
 
 
 def delete(store: Path, findings: Findings, results: Path = Path("results")) -> int:
-    """Removes what was found and is a day old or older, and this folder's old recipes; returns the bytes freed."""
-    freed = 0
+    """Removes what was found and is a day old or older, and this folder's old recipes; returns the bytes freed.
+
+    Not the shards of a capture that a job has taken up since they were listed.
+    """
+    before, freed = _captures(findings.roots), 0
+    taken_up = {capture for capture, _ in _captures(roots(store)) - before}
     for one in findings.garbage:
-        if not one.young and _remove(one.path):
+        if not one.young and one.path.parent.name not in taken_up and _remove(one.path):
             freed += one.bytes
     by_capture: dict[str, list[Remainder]] = {}
     for remainder in findings.remainders:
-        if not remainder.young:
+        if not remainder.young and remainder.shard.capture_key not in taken_up:
             by_capture.setdefault(remainder.shard.capture_key, []).append(remainder)
     for key, remainders in by_capture.items():
         compact(HiddenStateStore(store, key), remainders)
@@ -180,6 +184,11 @@ def delete(store: Path, findings: Findings, results: Path = Path("results")) -> 
         if root.folder.name == root_folder(store).name:
             _forget_recipes(root, store, results)
     return freed
+
+
+def _captures(found: Sequence[Root]) -> set[tuple[str, str]]:
+    """(capture key, dataset) of all that is used."""
+    return {pair for root in found for use in root.used().values() for pair in use.captures.items()}
 
 
 def _remove(path: Path) -> bool:

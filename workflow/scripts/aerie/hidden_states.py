@@ -454,6 +454,11 @@ class HiddenStateStore:
                         cli.say(f"another process extracts some of the same samples; waiting for {folder}")
                         waited = True
                     fcntl.flock(file, fcntl.LOCK_EX)
+                except OSError as error:
+                    raise AerieError(
+                        f"{folder}: its file system gives no locks ({error}). Keep the store on one that does, "
+                        "see Shared file systems in config/README.md."
+                    ) from error
             yield
 
 
