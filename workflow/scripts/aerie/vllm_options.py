@@ -42,7 +42,7 @@ def common_options(target: "Target", runtime: dict[str, Any]) -> dict[str, Any]:
     prepare_process()
     chosen = dict(runtime.get("engine_options") or {})
     check_names(chosen)
-    own = sorted({"model", "dtype", "nnodes"} & set(chosen))
+    own = sorted({"model", "dtype", "nnodes", "tensor_parallel_size", "trust_remote_code"} & set(chosen))
     if own:
         raise AerieError(f"engine_options {', '.join(own)}: the target has keys of its own for these; see config/README.md")
     if isinstance(chosen.get("compilation_config"), dict):
