@@ -349,6 +349,18 @@ def test_infinite_states_are_a_failure_and_the_rest_is_kept(tmp_path):
     assert list(written) == [good.key] and failure.key == bad.key and "layer ids [4]" in failure.cause
 
 
+def test_threads_that_cannot_be_started_are_an_error_at_once(tmp_path, monkeypatch):
+    """Later it would be a shard that nobody writes, and a wait for its memory without end."""
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    capture = make_capture()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        ShardWriter(hs.HiddenStateStore(tmp_path, capture.key), capture, HIDDEN, 10, 1000)
+
+
 def test_memory_is_bounded(tmp_path):
     """Two shards' memory: with both waiting to be written there is room for no other sample, and none is lost."""
     capture = make_capture()

@@ -53,6 +53,19 @@ class _Buffer:
         return Slot(self.states[first : self.used], scales, self.finite[first])
 
 
+def _started_threads() -> ThreadPoolExecutor:
+    """All threads now: where one could not be started later, nobody would write its shard, and `reserve` would wait for ever."""
+    pool, together = ThreadPoolExecutor(_THREADS, thread_name_prefix="aerie-shard"), threading.Barrier(_THREADS + 1)
+    try:
+        for _ in range(_THREADS):
+            pool.submit(together.wait)
+        together.wait()
+    except BaseException:
+        together.abort()
+        raise
+    return pool
+
+
 class ShardWriter:
     """Takes samples in any order; writes a shard whenever `shard_bytes` are together, and the rest on `flush`.
 
@@ -74,7 +87,7 @@ class ShardWriter:
         self._free = [_Buffer(rows, layers, hidden_size, capture.stored_dtype, pinned) for _ in range(buffers)]
         self._buffer: _Buffer | None = None
         self._fill: list[Captured] = []
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="aerie-shard")
+        self._pool = _started_threads()
         self._room = threading.Condition()
         self._futures: list[Future[None]] = []
         self._written: dict[str, str] = {}
