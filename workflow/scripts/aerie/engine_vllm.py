@@ -53,8 +53,8 @@ def load(job: Job, longest: int, store: HiddenStateStore) -> "LLM":
     check_options(job.engine_options)
     # Room beyond the model's own limit is only for the token that vLLM generates and we ignore.
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
-    # A step that waits for the disk is not stuck: five minutes, vLLM's default, are what a file server may take to come back.
-    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "3600")
+    # A step that waits for the disk is not stuck; vLLM gives up after five minutes, sooner than some file servers come back.
+    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "1200")
     runtime = {
         "device": job.device,
         "tensor_parallel": job.tensor_parallel,
