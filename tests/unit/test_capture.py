@@ -118,6 +118,26 @@ def test_states_are_those_of_a_plain_forward(targets, tmp_path, name, engine):
         assert error(normed @ head["lm_head"].T, plain.logits[0]) < 1e-5
 
 
+def test_shards_record_the_time_of_the_first_step_too(targets, tmp_path, monkeypatch):
+    """Plans go by it, and a small dataset is one step."""
+    from aerie import engine_vllm
+
+    plain, took = engine_vllm.run, []
+
+    def timed(*arguments):
+        began = time.monotonic()
+        plain(*arguments)
+        took.append(time.monotonic() - began)
+
+    monkeypatch.setattr(engine_vllm, "run", timed)
+    job = job_of(targets["llama"], "vllm", engine_options={"max_num_seqs": 64, "max_num_batched_tokens": 32768}, shard_bytes=2**28)
+    samples = SampleSet.of([np.random.default_rng(i).integers(4, 280, 400).tolist() for i in range(60)])
+    store = HiddenStateStore(tmp_path, job.capture_key)
+    assert not engine_vllm.extract(job, samples, store).failed
+    recorded = store.known()["seconds"].sum()
+    assert 0.5 * took[0] <= recorded <= took[0]
+
+
 def test_too_long_samples_are_refused_before_the_load(targets, tmp_path, monkeypatch):
     from aerie import engine_vllm
 

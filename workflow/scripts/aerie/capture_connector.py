@@ -145,8 +145,7 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
             self._writer = ShardWriter(self._store, self._capture, cache.shape[3], self._max_tokens, self._shard_bytes, cache.is_cuda)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        if self._writer is not None:
-            self._writer.start_clock()
+        return None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return None
@@ -229,6 +228,11 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
         event.record(self._side_stream)
         return event.synchronize
 
+    def start(self) -> None:
+        """Prompts are handed over from now on: what vLLM calls of a connector comes after the first step's work."""
+        if self._writer is not None:
+            self._writer.start_clock()
+
     def report(self, flush: bool) -> dict[str, Any] | None:
         """{written, failures} since the last report, {seconds} in all; None on the ranks that write nothing.
 
@@ -250,11 +254,20 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
 class CaptureWorker:
     """Methods that vLLM adds to its workers (worker_extension_cls)."""
 
+    def aerie_start(self) -> None:
+        """See CaptureConnector.start."""
+        _connector().start()
+
     def aerie_report(self, flush: bool) -> dict[str, Any] | None:
         """The account of this worker's connector, see CaptureConnector.report."""
-        connector = get_kv_transfer_group()
-        assert isinstance(connector, CaptureConnector)
-        return connector.report(flush)
+        return _connector().report(flush)
+
+
+def _connector() -> CaptureConnector:
+    """This worker's."""
+    connector = get_kv_transfer_group()
+    assert isinstance(connector, CaptureConnector)
+    return connector
 
 
 def _states_group(kv_cache_config: Any) -> int:

@@ -134,6 +134,7 @@ def run(llm: "LLM", samples: SampleSet, outcome: Outcome) -> None:
     cause, trace = "vLLM finished this prompt and its states never arrived; this is a bug in Aerie or in this version of vLLM", ""
     position, in_flight, reported = 0, 0, time.monotonic()
     try:
+        llm.collective_rpc("aerie_start")
         while position < len(samples) or engine.has_unfinished_requests():
             while position < len(samples) and in_flight < ahead:
                 llm.enqueue([{"prompt_token_ids": samples.ids_of(position).tolist()}], params, use_tqdm=False)

@@ -97,9 +97,8 @@ class ShardWriter:
         self.seconds = {"waiting": 0.0, "writing": 0.0}
 
     def start_clock(self) -> None:
-        """Extraction begins now, unless it has begun; the shards record the time from here."""
-        if self._clock is None:
-            self._clock = time.monotonic()
+        """Extraction begins now; the shards record the time from here."""
+        self._clock = time.monotonic()
 
     def reserve(self, tokens: int) -> Slot:
         """Room for a sample of so many tokens; waits until an earlier shard is on disk where there is none.
