@@ -454,6 +454,8 @@ class Planner:
                 known = [seconds for seconds in timed.values() if seconds is not None]
                 unmeasured = sorted({stage for (stage, _), seconds in timed.items() if seconds is None})
                 measured = f"{'at least ' if unmeasured else ''}{duration(sum(known))}, one job after the other, at measured rates"
+                if any(stage == "extract_hidden_states" for stage, _ in timed):
+                    measured += " (extraction without the target's loading)"
                 rest = f"no measured rate yet for {', '.join(unmeasured)}" if unmeasured else ""
                 yield f"time {words}: {'; '.join(filter(None, [measured if known else 'not known', rest]))}"
 
