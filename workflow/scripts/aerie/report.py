@@ -284,10 +284,12 @@ def provenance(runs: Iterable[RunResults]) -> list[tuple[str, str]]:
     for stage, name, manifest in computed(runs):
         git = manifest.get("git") or {}
         commit = f"{git['commit'][:12]}{', with changes' if git.get('dirty') else ''}" if git.get("commit") else "no git checkout"
-        made = {
-            "computed": f"{manifest.get('started', 'at an unrecorded time')} on {manifest.get('host', 'an unnamed host')}",
-            "GPUs": ", ".join(manifest.get("gpus") or []) or "none",
-            "code": commit,
+        if "started" in manifest:
+            gpus = ", ".join(manifest.get("gpus") or []) or "none"
+            where = {"computed": f"{manifest['started']} on {manifest['host']}", "GPUs": gpus, "code": commit}
+        else:  # an index of hidden states
+            where = {"computed": "in parts; each shard's header has its host, GPUs and git commit"}
+        made = where | {
             "versions": ", ".join(f"{package} {version}" for package, version in sorted((manifest.get("versions") or {}).items())),
             "settings": json.dumps(manifest.get("settings") or {}, indent=1, sort_keys=True, ensure_ascii=False),
             "runtime": json.dumps(manifest.get("runtime") or {}, indent=1, sort_keys=True, ensure_ascii=False),
