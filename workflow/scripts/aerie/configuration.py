@@ -4,10 +4,11 @@ Pure functions over the validated configuration; nothing is read but the runs ta
 """
 
 import base64
+import difflib
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 import yaml
 
+from .config_schema import place_of
 from .errors import AerieError
 from .keys import canonical_json, digest_of
 from .provenance import versions
@@ -38,6 +40,8 @@ FOLDERS = {
     "train_draft": "drafts",
     "evaluate_draft": "evaluations",
 }
+_MADE_IN = {"fetch_package_file": "downloads", **FOLDERS}
+_DOWNLOADS = Path("results/downloads")
 
 
 class Run(NamedTuple):
@@ -109,11 +113,19 @@ def smallest(*limits: int | None) -> int | None:
 class Plan:
     """Every stage's recipe, and the wiring that depends on the configuration.
 
-    versions: {stage: VERSION of its command}; has_gpu: whether `device: auto` means CUDA here.
+    versions: {stage: VERSION of its command}; has_gpu: whether `device: auto` means CUDA here; files, given: where the
+    configuration comes from, as for `check_config`.
     """
 
-    def __init__(self, config: dict[str, Any], versions: dict[str, int], has_gpu: bool) -> None:
-        self.config, self.versions, self.has_gpu = config, versions, has_gpu
+    def __init__(
+        self,
+        config: dict[str, Any],
+        versions: dict[str, int],
+        has_gpu: bool,
+        files: Sequence[Path] = (),
+        given: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.config, self.versions, self.has_gpu, self.files, self.given = config, versions, has_gpu, files, given or {}
         self.runs = read_runs(Path(config["runs"]), config)
 
     @cached_property
@@ -167,19 +179,51 @@ class Plan:
 
         Snakemake itself misses an input only where a job has to run: it would show another configuration's old results.
         """
-        named = [(f"evaluation.prompts.{name}", path) for name, path in self.config["evaluation"]["prompts"].items()]
+        for keys, path in dict.fromkeys(self._named_paths()):
+            if not Path(path).exists() and not self._is_made(Path(path)):
+                raise AerieError(f"{self.place(*keys)}: {'.'.join(map(str, keys))}: {self._missing(Path(path))}")
+
+    def place(self, *keys: str | int) -> str:
+        """The file and line, or `--config`, that a value comes from."""
+        return place_of(keys, self.files, self.given)
+
+    def _named_paths(self) -> Iterator[tuple[tuple[str | int, ...], str]]:
+        """(keys, path) of every file and folder that the configuration names and a run reads."""
+        for name, path in self.config["evaluation"]["prompts"].items():
+            yield ("evaluation", "prompts", name), path
         for run in self.runs.values():
             target, draft = self.config["targets"][run.target], self.draft(run)
-            named += [(f"targets.{run.target}.{key}", target[key]) for key in ("path", "gguf") if target.get(key)]
-            named += [(f"drafts.{run.draft}.{key}", draft[key]) for key in ("path", "init_from") if draft[key]]
-            sources = self.config["datasets"][run.dataset]["sources"] if self.needs_dataset(run) else []
-            named += [(f"datasets.{run.dataset}.sources", str(file)) for item in sources for file in Source.of(item).files()]
-        for where, path in dict.fromkeys(named):
-            if not Path(path).is_relative_to("results") and not Path(path).exists():
-                raise AerieError(
-                    f"{where} in the configuration: there is no {path} (looked for in {Path.cwd()}). Correct the path; a "
-                    "relative one begins in the folder where snakemake is given, or at its -d."
-                )
+            yield from ((("targets", run.target, key), target[key]) for key in ("path", "gguf") if target.get(key))
+            yield from ((("drafts", run.draft, key), draft[key]) for key in ("path", "init_from") if draft[key])
+            for number, item in enumerate(self.config["datasets"][run.dataset]["sources"]):
+                keys = ("datasets", run.dataset, "sources", number)
+                try:
+                    files = Source.of(item).files()
+                except AerieError as error:
+                    raise AerieError(f"{self.place(*keys)}: {'.'.join(map(str, keys))}: {error}") from None
+                # The preflight looks at the sources of every run, and would have a download fetched.
+                yield from ((keys, str(file)) for file in files if self.needs_dataset(run) or _DOWNLOADS in file.parents)
+
+    def _is_made(self, path: Path) -> bool:
+        """Whether a stage of some run makes a file, or the folder of a draft."""
+        made = {Path("results") / _MADE_IN[stage] / name: stage for stage, name in self.recipes if stage in _MADE_IN}
+        return made.get(path) == "train_draft" or any(made.get(folder) not in (None, "train_draft") for folder in path.parents)
+
+    def _missing(self, path: Path) -> str:
+        """What to say of a file or folder that is not there: the download or run that was meant, where it is one's."""
+        for folder, stage, what in (
+            (_DOWNLOADS, "fetch_package_file", "download named {}"),
+            (Path("results/drafts"), "train_draft", "run named {} that trains a draft"),
+        ):
+            names = [name for made, name in self.recipes if made == stage]
+            wanted = path.relative_to(folder).parts[:1] if path.is_relative_to(folder) else ()
+            if wanted and wanted[0] not in names:
+                near = difflib.get_close_matches(wanted[0], names, 1)
+                return f"no {what.format(wanted[0])}; " + (f"did you mean {near[0]}?" if near else f"there: {', '.join(names) or 'none'}")
+        return (
+            f"there is no {path} (looked for in {Path.cwd()}). Correct the path; a relative one begins in the folder where "
+            "snakemake is given, or at its -d."
+        )
 
     def pack(self) -> str:
         """All of this plan as one word for a command line, which has room for 128 kB only."""
