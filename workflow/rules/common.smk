@@ -51,6 +51,8 @@ try:
         list(map(Path, FILES)),
         GIVEN,
     )
+    # What does not fit together is refused here, not amid a traceback.
+    assert PLAN.recipes
     # By the words of the command line: Snakemake does not say yet what is asked for.
     if not {"status", "gc", "verify"} & set(sys.argv):
         PLAN.check_paths()

@@ -17,6 +17,7 @@ import pandas as pd
 import yaml
 
 from .config_schema import place_of
+from .drafts import draft_files
 from .errors import AerieError
 from .keys import canonical_json, digest_of
 from .provenance import versions
@@ -68,8 +69,6 @@ def read_runs(path: Path, config: dict[str, Any]) -> dict[str, Run]:
     """The runs by name; AerieError, naming file and line, for a bad row."""
     try:
         table = pd.read_csv(path, sep="\t", dtype=str, comment="#", keep_default_na=False)
-    except FileNotFoundError:
-        raise AerieError(f"{path}: no such file; expected the table of runs that the key `runs` names") from None
     except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
         raise AerieError(f"{path}: not a table ({error}); expected tab-separated columns {', '.join(_COLUMNS)}") from error
     if list(table.columns) != _COLUMNS:
@@ -105,6 +104,13 @@ def typed_values(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: typed(value) for name, value in given.items() if isinstance(value, Mapping | list)}
 
 
+def _not_there(path: Path | str) -> str:
+    return (
+        f"there is no {path} (looked for in {Path.cwd()}). Correct the path; a relative one begins in the folder where snakemake is "
+        "given, or at its -d."
+    )
+
+
 def smallest(*limits: int | None) -> int | None:
     """The smallest of the limits that are set; None where none is."""
     return min((limit for limit in limits if limit is not None), default=None)
@@ -126,6 +132,8 @@ class Plan:
         given: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.versions, self.has_gpu, self.files, self.given = config, versions, has_gpu, files, given or {}
+        if not Path(config["runs"]).exists():
+            raise AerieError(f"{self.place('runs')}: runs: {_not_there(config['runs'])}")
         self.runs = read_runs(Path(config["runs"]), config)
 
     @cached_property
@@ -180,8 +188,13 @@ class Plan:
         Snakemake itself misses an input only where a job has to run: it would show another configuration's old results.
         """
         for keys, path in dict.fromkeys(self._named_paths()):
-            if not Path(path).exists() and not self._is_made(Path(path)):
-                raise AerieError(f"{self.place(*keys)}: {'.'.join(map(str, keys))}: {self._missing(Path(path))}")
+            try:
+                if not Path(path).exists() and not self._is_made(Path(path)):
+                    raise AerieError(self._missing(Path(path)))
+                if keys[::2] == ("drafts", "path"):
+                    draft_files(Path(path))
+            except AerieError as error:
+                raise AerieError(f"{self.place(*keys)}: {'.'.join(map(str, keys))}: {error}") from None
 
     def place(self, *keys: str | int) -> str:
         """The file and line, or `--config`, that a value comes from."""
@@ -220,10 +233,7 @@ class Plan:
             if wanted and wanted[0] not in names:
                 near = difflib.get_close_matches(wanted[0], names, 1)
                 return f"no {what.format(wanted[0])}; " + (f"did you mean {near[0]}?" if near else f"there: {', '.join(names) or 'none'}")
-        return (
-            f"there is no {path} (looked for in {Path.cwd()}). Correct the path; a relative one begins in the folder where "
-            "snakemake is given, or at its -d."
-        )
+        return _not_there(path)
 
     def pack(self) -> str:
         """All of this plan as one word for a command line, which has room for 128 kB only."""
@@ -324,8 +334,8 @@ class Plan:
         settings = self.config["targets"][target]
         if settings["tensor_parallel"] % settings["nodes"]:
             raise AerieError(
-                f"target {target}: tensor_parallel is {settings['tensor_parallel']}, nodes {settings['nodes']}; each node is to have as many "
-                "of the GPUs as the others. Set tensor_parallel to a multiple of nodes."
+                f"{self.place('targets', target, 'nodes')}: target {target}: tensor_parallel is {settings['tensor_parallel']}, nodes "
+                f"{settings['nodes']}; each node is to have as many of the GPUs as the others. Set tensor_parallel to a multiple of nodes."
             )
         several = {"nodes": settings["nodes"]} if settings["nodes"] > 1 else {}
         return several | {
@@ -412,18 +422,22 @@ class Plan:
         longest = self.config["datasets"][run.dataset]["max_length"]
         if draft["training"]["batch_tokens"] < longest:
             raise AerieError(
-                f"run {run.run}: batch_tokens of draft {run.draft} is {draft['training']['batch_tokens']}, max_length of dataset "
-                f"{run.dataset} is {longest}; a sample must fit into a batch. Raise batch_tokens or lower max_length."
+                f"{self.place('drafts', run.draft, 'training', 'batch_tokens')}: run {run.run}: batch_tokens of draft {run.draft} is "
+                f"{draft['training']['batch_tokens']}, max_length of dataset {run.dataset} is {longest} "
+                f"({self.place('datasets', run.dataset, 'max_length')}); a sample must fit into a batch. Raise batch_tokens or lower "
+                "max_length."
             )
         packs, gpus = draft["training"]["packs_per_step"], self.training_gpus(run)
         if gpus and packs % gpus:
             raise AerieError(
-                f"run {run.run}: training.packs_per_step of draft {run.draft} is {packs}, training.gpus {gpus}; each GPU is to have as many "
-                "packs of a step as the others. Set packs_per_step to a multiple of gpus."
+                f"{self.place('drafts', run.draft, 'training', 'packs_per_step')}: run {run.run}: training.packs_per_step of draft "
+                f"{run.draft} is {packs}, training.gpus {gpus}; each GPU is to have as many packs of a step as the others. Set "
+                "packs_per_step to a multiple of gpus."
             )
         if self.init_from(run) == Path(f"results/drafts/{run.run}"):
             raise AerieError(
-                f"run {run.run}: draft {run.draft} is to start from this very run's draft; init_from names another draft's folder"
+                f"{self.place('drafts', run.draft, 'init_from')}: run {run.run}: draft {run.draft} is to start from this very run's draft; "
+                "init_from names another draft's folder"
             )
         compute_dtype = "bfloat16" if self.device(run.target) == "cuda" else "float32"
         chosen = {name: value for name, value in draft["training"].items() if name != "gpus"}
