@@ -428,6 +428,22 @@ def test_a_fault_is_told_in_one_line_with_place_and_remedy(tmp_path, monkeypatch
     assert len(faults) == 1 and fault in faults[0] and len(faults[0]) < 250, faults
 
 
+def test_a_key_that_is_given_twice_is_refused_with_both_lines(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    twice = COMPLETE.replace("sources: [x.jsonl]", "max_length: 256\n    sources: [{path: x,\n      path: y}]\n    max_length: 300")
+    for name, text in (("twice.yaml", twice), ("once.yaml", COMPLETE)):
+        Path(name).write_text(text)
+    with pytest.raises(AerieError) as caught:
+        check_config(yaml.safe_load(twice), SCHEMA, [Path("once.yaml"), Path("twice.yaml")], {})
+    assert sorted(str(caught.value).splitlines()[1:]) == [
+        "  twice.yaml:8: datasets.d.sources.0.path: given a second time, after line 7; expected once. Delete one of them",
+        "  twice.yaml:9: datasets.d.max_length: given a second time, after line 6; expected once. Delete one of them",
+    ]
+    # The same key in two files, or in two places of one, is no fault.
+    Path("twice.yaml").write_text(COMPLETE.replace("{path: x}", "&a {path: x}\n  u: *a"))
+    check_config(yaml.safe_load(COMPLETE), SCHEMA, [Path("once.yaml"), Path("twice.yaml")], {})
+
+
 def test_the_file_or_command_line_that_set_a_value_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("first.yaml").write_text(COMPLETE)
