@@ -340,6 +340,18 @@ def test_a_path_that_nothing_makes_is_told_with_its_place(tmp_path, monkeypatch,
     assert str(caught.value).startswith(fault)
 
 
+def test_a_name_that_only_the_command_line_has_and_no_run_uses_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("drafts: {other: {}}\n")
+    made = plan(tmp_path)
+    made.files = [Path("mine.yaml")]
+    made.given = {"drafts": {"big": {}, "other": {}}, "targets": {"t": {}}, "store": "s"}
+    made.check_given()
+    made.given = {"drafts": {"bigg": {}}}
+    with pytest.raises(AerieError, match=r"^--config: drafts\.bigg: no run uses this name, and no .* has it; did you mean big\?"):
+        made.check_given()
+
+
 def test_what_lies_in_results_may_be_named_though_no_stage_makes_it_now(tmp_path, monkeypatch):
     """The draft of a run that the table no longer has, and a download's source that only the preflight would look at."""
     monkeypatch.chdir(tmp_path)

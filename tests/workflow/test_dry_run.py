@@ -127,6 +127,11 @@ def test_numbers_inside_a_value_of_the_command_line_are_numbers(tmp_path):
     assert result.rules["train_draft"] == 1 and "hidden_states/smollm2-135m/chat/3-9-27_bfloat16" in result.text
 
 
+def test_a_name_of_the_command_line_that_no_run_uses_is_refused(tmp_path):
+    result = snakemake(tmp_path, "-n", "--config", "drafts={eagle4: {training: {epochs: 5}}}")
+    assert result.code != 0 and "--config: drafts.eagle4: no run uses this name" in result.text and "did you mean eagle3?" in result.text
+
+
 def test_an_unknown_key_is_named(tmp_path):
     result = snakemake(tmp_path, "-n", "--config", "learning_rate=1")
     assert result.code != 0 and "--config: learning_rate: unknown key; it belongs to drafts.NAME.training.learning_rate" in result.text

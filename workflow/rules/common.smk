@@ -56,6 +56,7 @@ try:
     # By the words of the command line: Snakemake does not say yet what is asked for.
     if not {"status", "gc", "verify"} & set(sys.argv):
         PLAN.check_paths()
+        PLAN.check_given()
 except AerieError as error:
     raise WorkflowError(str(error))
 # By what the targets ask for: a cluster's login node has no GPU.

@@ -158,7 +158,7 @@ def place_of(keys: Keys, files: Sequence[Path], given: Rule) -> str:
         except (KeyError, IndexError, TypeError):
             pass
         for file in reversed(files):
-            line = _line(file, way)
+            line = line_of(file, way)
             if line:
                 return f"{file}:{line}"
     return ", ".join(map(str, files)) or "--config"
@@ -173,7 +173,7 @@ def _parsed(file: Path) -> yaml.Node | None:
     return node
 
 
-def _line(file: Path, keys: Keys) -> int | None:
+def line_of(file: Path, keys: Keys) -> int | None:
     """The line of a key in a file of YAML or JSON; None where it does not hold it."""
     node = _parsed(file)
     line = None

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 import yaml
 
-from .config_schema import place_of
+from .config_schema import line_of, place_of
 from .drafts import draft_files
 from .errors import AerieError
 from .keys import canonical_json, digest_of
@@ -102,6 +102,11 @@ def typed_values(given: Mapping[str, Any]) -> dict[str, Any]:
         return yaml.safe_load(value) if isinstance(value, str) else value
 
     return {name: typed(value) for name, value in given.items() if isinstance(value, Mapping | list)}
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {near[0]}?" if near else f"there: {', '.join(known) or 'none'}"
 
 
 def _not_there(path: Path | str) -> str:
@@ -196,6 +201,16 @@ class Plan:
             except AerieError as error:
                 raise AerieError(f"{self.place(*keys)}: {'.'.join(map(str, keys))}: {error}") from None
 
+    def check_given(self) -> None:
+        """AerieError for a target, dataset or draft that `--config` alone names and no run uses: a slip of the pen would do nothing."""
+        for section, column in (("targets", "target"), ("datasets", "dataset"), ("drafts", "draft")):
+            used = sorted({getattr(run, column) for run in self.runs.values()})
+            for name in self.given.get(section, {}):
+                if name not in used and not any(line_of(file, (section, name)) for file in self.files):
+                    raise AerieError(
+                        f"--config: {section}.{name}: no run uses this name, and no configuration file has it; {_nearest(name, used)}"
+                    )
+
     def place(self, *keys: str | int) -> str:
         """The file and line, or `--config`, that a value comes from."""
         return place_of(keys, self.files, self.given)
@@ -231,8 +246,7 @@ class Plan:
             names = [name for made, name in self.recipes if made == stage]
             wanted = path.relative_to(folder).parts[:1] if path.is_relative_to(folder) else ()
             if wanted and wanted[0] not in names:
-                near = difflib.get_close_matches(wanted[0], names, 1)
-                return f"no {what.format(wanted[0])}; " + (f"did you mean {near[0]}?" if near else f"there: {', '.join(names) or 'none'}")
+                return f"no {what.format(wanted[0])}; {_nearest(wanted[0], names)}"
         return _not_there(path)
 
     def pack(self) -> str:
