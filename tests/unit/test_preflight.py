@@ -46,6 +46,7 @@ class Case:
             "captures": [{"dataset": dataset, "aux_layer_ids": None, "stored_dtype": "bfloat16"}],
         }
         self.vocab_sizes = {"mine.yaml:7: drafts.small.vocab_size": 258}
+        self.layer_ids = {"mine.yaml:8: drafts.small.aux_layer_ids": [2, 4, 9], "mine.yaml:9: drafts.deep.aux_layer_ids": None}
         self.runtime: dict[str, Any] = {"device": device, "gpus": gpus, "tensor_parallel": max(1, gpus), "engine_options": {}}
 
     def talk(self, roles):
@@ -75,7 +76,7 @@ class Case:
 
     def subject(self):
         target = Target("t", "d", {"path": str(self.folder)}, self.trusted)
-        return Subject(target, self.settings, self.runtime, self.granted, self.folder.parent / "store", self.vocab_sizes)
+        return Subject(target, self.settings, self.runtime, self.granted, self.folder.parent / "store", self.vocab_sizes, self.layer_ids)
 
     def rows(self, *names):
         """Findings of the checks so named, of all but the twin by default."""
@@ -235,10 +236,10 @@ def big_weights(case):
 FAULTS = {
     # configuration
     "layers-negative": (lambda c: c.settings.update(aux_layer_ids=[[-1, 3, 6]]), "layer ids", "are [-1, 3, 6]"),
-    "layers-beyond": (lambda c: c.settings.update(aux_layer_ids=[[2, 4, 9]]), "layer ids", "has 8 layers"),
+    "layers-beyond": (lambda c: c.settings.update(aux_layer_ids=[[2, 4, 9]]), "layer ids", "mine.yaml:8: drafts.small.aux_layer_ids: the draft's aux_layer_ids are [2, 4, 9]; target t has 8 layers"),
     "layers-twice": (lambda c: c.settings.update(aux_layer_ids=[[2, 4, 4]]), "layer ids", "distinct"),
     "layers-last": (lambda c: c.settings.update(aux_layer_ids=[[2, 4, 8]]), "layer ids", "from 1 to 7"),
-    "too-shallow": (lambda c: c.edit(num_hidden_layers=5), "layer ids", "the default aux layer ids"),
+    "too-shallow": (lambda c: c.edit(num_hidden_layers=5), "layer ids", "mine.yaml:9: drafts.deep.aux_layer_ids: the default aux layer ids"),
     "no-json": (lambda c: (c.folder / "config.json").write_text('{"a":\n'), "remote code", "config.json:2: not valid JSON"),
     "no-layers": (lambda c: c.edit(num_hidden_layers=None), "configuration", "num_hidden_layers"),
     "remote-config": (

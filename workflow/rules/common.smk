@@ -118,15 +118,24 @@ def get_final_files():
     ]
 
 
-def get_vocab_sizes(wildcards, threads):
-    """Of the target's drafts, as JSON: {where a vocab_size is set: what it is}. Snakemake records no function of threads: a line may move."""
-    sizes = PLAN.vocab_sizes(wildcards.target).items()
+def told_with_place(key, values):
+    """{where the key of a draft is set: its value}, as JSON."""
     return json.dumps(
         {
-            f"{PLAN.place('drafts', draft, 'vocab_size')}: drafts.{draft}.vocab_size": size
-            for draft, size in sizes
+            f"{PLAN.place('drafts', draft, key)}: drafts.{draft}.{key}": value
+            for draft, value in values.items()
         }
     )
+
+
+def get_vocab_sizes(wildcards, threads):
+    """Of the target's drafts. Snakemake records no function of threads: a line may move."""
+    return told_with_place("vocab_size", PLAN.vocab_sizes(wildcards.target))
+
+
+def get_layer_ids(wildcards, threads):
+    """Of the target's drafts, as above."""
+    return told_with_place("aux_layer_ids", PLAN.layer_ids(wildcards.target))
 
 
 def force_narrow_preflight(wildcards):

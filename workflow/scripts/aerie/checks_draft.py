@@ -3,13 +3,22 @@
 import numpy as np
 
 from . import vocabulary
+from .errors import AerieError
 from .preflight import Finding, Subject
 
 
 def layer_ids(subject: Subject) -> Finding:
     """Whether each draft's aux layer ids exist in the target."""
     target = subject.target
-    found = [target.aux_layer_ids(ids) for ids in subject.settings["aux_layer_ids"]]
+    found, wrong = [], []
+    for ids in subject.settings["aux_layer_ids"]:
+        try:
+            found.append(target.aux_layer_ids(ids))
+        except AerieError as error:
+            places = [place for place, own in subject.layer_ids.items() if own == ids]
+            wrong.append(": ".join(filter(None, [" and ".join(places), str(error)])))
+    if wrong:
+        return Finding("failed", "; ".join(wrong))  # which says what to do
     return Finding("ok", f"{' and '.join(map(str, found))} of {target.num_layers} layers, and the last one's output")
 
 

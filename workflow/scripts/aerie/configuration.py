@@ -314,10 +314,13 @@ class Plan:
         ids = draft["aux_layer_ids"]
         return f"{'-'.join(map(str, ids)) if ids else 'default'}_{draft['stored_dtype']}"
 
+    def layer_ids(self, target: str) -> dict[str, list[int] | None]:
+        """{draft: aux layer ids} of every draft raised for a target; None where they are left to the default."""
+        return {run.draft: self.draft(run)["aux_layer_ids"] for run in self.runs.values() if run.target == target}
+
     def captures(self, target: str) -> list[list[int] | None]:
-        """The aux layer ids of every draft raised for a target; None where they are left to the default."""
-        found = {canonical_json(self.draft(run)["aux_layer_ids"]) for run in self.runs.values() if run.target == target}
-        return [json.loads(ids) for ids in sorted(found)]
+        """The different ones of these."""
+        return [json.loads(ids) for ids in sorted(set(map(canonical_json, self.layer_ids(target).values())))]
 
     def device(self, target: str) -> str:
         """cpu or cuda; auto is decided by this machine."""
