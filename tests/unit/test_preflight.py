@@ -325,6 +325,20 @@ def test_a_fault_is_found_by_its_check(name, tmp_path):
     assert found.remedy or ":" in found.found  # always something to do
 
 
+@pytest.mark.parametrize(("most", "verdict"), [(None, "ok"), (255, "ok"), (256, "warning"), (300, "warning")])
+def test_answers_that_a_sample_has_no_room_for_are_warned_of(tmp_path, most, verdict):
+    """A prompt has a token at least."""
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    case.dataset.update(max_new_tokens=most)
+    found = case.rows("lengths")["lengths"]
+    assert found.verdict == verdict
+    if verdict == "warning":
+        assert (
+            found.found.startswith(f"dataset talk: regenerate.max_new_tokens is {most}, max_length 256: ")
+            and "Raise max_length" in found.remedy
+        )
+
+
 HUB = {"hub_id": "moonshotai/Kimi-K2.5", "revision": "54383e83fa343a1331754112fb9e3410c55efa2f"}
 
 

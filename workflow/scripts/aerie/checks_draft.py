@@ -96,6 +96,18 @@ def lengths(subject: Subject) -> Finding:
             f"engine_options.max_model_len is {int(served):,}, the target has {limit:,} positions",
             "Lower max_model_len: beyond its positions a target's states mean nothing",
         )
+    answers = {dataset["name"]: dataset["max_new_tokens"] for dataset in subject.settings.get("datasets", [])}
+    cut = [
+        f"dataset {name}: regenerate.max_new_tokens is {most:,}, max_length {longest[name]:,}"
+        for name, most in answers.items()
+        if most and most >= longest[name]
+    ]
+    if cut:
+        return Finding(
+            "warning",
+            f"{'; '.join(cut)}: an answer of so many tokens has no room beside its prompt; it is generated, and then cut at max_length",
+            "Raise max_length, or lower regenerate.max_new_tokens",
+        )
     said = ", ".join(f"{name} {length:,}" for name, length in longest.items()) or "no dataset"
     return Finding("ok", f"{said} of {int(served or limit or 0):,} positions" if served or limit else f"{said}; the target sets no limit")
 
