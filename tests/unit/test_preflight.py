@@ -46,6 +46,7 @@ class Case:
             "captures": [{"dataset": dataset, "aux_layer_ids": None, "stored_dtype": "bfloat16"}],
         }
         self.vocab_sizes = {"mine.yaml:7: drafts.small.vocab_size": 258}
+        self.layer_ids = {"mine.yaml:8: drafts.small.aux_layer_ids": [2, 4, 9], "mine.yaml:9: drafts.deep.aux_layer_ids": None}
         self.runtime: dict[str, Any] = {"device": device, "gpus": gpus, "tensor_parallel": max(1, gpus), "engine_options": {}}
 
     def talk(self, roles):
@@ -75,7 +76,7 @@ class Case:
 
     def subject(self):
         target = Target("t", "d", {"path": str(self.folder)}, self.trusted)
-        return Subject(target, self.settings, self.runtime, self.granted, self.folder.parent / "store", self.vocab_sizes)
+        return Subject(target, self.settings, self.runtime, self.granted, self.folder.parent / "store", self.vocab_sizes, self.layer_ids)
 
     def rows(self, *names):
         """Findings of the checks so named, of all but the twin by default."""
@@ -235,10 +236,10 @@ def big_weights(case):
 FAULTS = {
     # configuration
     "layers-negative": (lambda c: c.settings.update(aux_layer_ids=[[-1, 3, 6]]), "layer ids", "are [-1, 3, 6]"),
-    "layers-beyond": (lambda c: c.settings.update(aux_layer_ids=[[2, 4, 9]]), "layer ids", "has 8 layers"),
+    "layers-beyond": (lambda c: c.settings.update(aux_layer_ids=[[2, 4, 9]]), "layer ids", "mine.yaml:8: drafts.small.aux_layer_ids: the draft's aux_layer_ids are [2, 4, 9]; target t has 8 layers"),
     "layers-twice": (lambda c: c.settings.update(aux_layer_ids=[[2, 4, 4]]), "layer ids", "distinct"),
     "layers-last": (lambda c: c.settings.update(aux_layer_ids=[[2, 4, 8]]), "layer ids", "from 1 to 7"),
-    "too-shallow": (lambda c: c.edit(num_hidden_layers=5), "layer ids", "the default aux layer ids"),
+    "too-shallow": (lambda c: c.edit(num_hidden_layers=5), "layer ids", "mine.yaml:9: drafts.deep.aux_layer_ids: the default aux layer ids"),
     "no-json": (lambda c: (c.folder / "config.json").write_text('{"a":\n'), "remote code", "config.json:2: not valid JSON"),
     "no-layers": (lambda c: c.edit(num_hidden_layers=None), "configuration", "num_hidden_layers"),
     "remote-config": (
@@ -322,6 +323,20 @@ def test_a_fault_is_found_by_its_check(name, tmp_path):
     found = checked[check]
     assert found.verdict == "failed" and words in found.found + found.remedy, found
     assert found.remedy or ":" in found.found  # always something to do
+
+
+@pytest.mark.parametrize(("most", "verdict"), [(None, "ok"), (255, "ok"), (256, "warning"), (300, "warning")])
+def test_answers_that_a_sample_has_no_room_for_are_warned_of(tmp_path, most, verdict):
+    """A prompt has a token at least."""
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    case.dataset.update(max_new_tokens=most)
+    found = case.rows("lengths")["lengths"]
+    assert found.verdict == verdict
+    if verdict == "warning":
+        assert (
+            found.found.startswith(f"dataset talk: regenerate.max_new_tokens is {most}, max_length 256: ")
+            and "Raise max_length" in found.remedy
+        )
 
 
 HUB = {"hub_id": "moonshotai/Kimi-K2.5", "revision": "54383e83fa343a1331754112fb9e3410c55efa2f"}

@@ -115,7 +115,8 @@ def test_a_draft_that_starts_from_another_waits_for_it(tmp_path):
         assert "results/drafts/a/model.safetensors" in inputs[rule, "b"] and "results/drafts/a" not in inputs[rule, "a"].split("output:")[0]
     workflow.config["drafts"]["next"]["init_from"] = "results/drafts/b"
     workflow.write()
-    assert "draft next is to start from this very run's draft" in workflow.run("-n").text
+    text = workflow.run("-n").text
+    assert re.search(r"config\.yaml:\d+: run b: draft next is to start from this very run's draft", text) and "Error:" not in text, text
 
 
 def test_numbers_inside_a_value_of_the_command_line_are_numbers(tmp_path):
@@ -124,6 +125,11 @@ def test_numbers_inside_a_value_of_the_command_line_are_numbers(tmp_path):
     result = snakemake(tmp_path, "-n", "--config", change)
     assert result.code == 0, result.text
     assert result.rules["train_draft"] == 1 and "hidden_states/smollm2-135m/chat/3-9-27_bfloat16" in result.text
+
+
+def test_a_name_of_the_command_line_that_no_run_uses_is_refused(tmp_path):
+    result = snakemake(tmp_path, "-n", "--config", "drafts={eagle4: {training: {epochs: 5}}}")
+    assert result.code != 0 and "--config: drafts.eagle4: no run uses this name" in result.text and "did you mean eagle3?" in result.text
 
 
 def test_an_unknown_key_is_named(tmp_path):

@@ -11,7 +11,7 @@ SCRIPTS = f"{workflow.basedir}/workflow/scripts"
 sys.path.insert(0, SCRIPTS)
 
 from aerie.cli import put_on_path
-from aerie.config_schema import check_config, place_of
+from aerie.config_schema import check_config
 from aerie.configuration import (
     FOLDERS,
     Plan,
@@ -44,10 +44,19 @@ try:
     SCHEMA = Path(workflow.basedir) / "workflow/schemas/config.schema.yaml"
     check_config(config, SCHEMA, list(map(Path, FILES)), GIVEN)
     validate(config, schema=str(SCHEMA))  # sets the defaults
-    PLAN = Plan(config, read_versions(Path(SCRIPTS)), has_driver())
+    PLAN = Plan(
+        config,
+        read_versions(Path(SCRIPTS)),
+        has_driver(),
+        list(map(Path, FILES)),
+        GIVEN,
+    )
+    # What does not fit together is refused here, not amid a traceback.
+    assert PLAN.recipes
     # By the words of the command line: Snakemake does not say yet what is asked for.
     if not {"status", "gc", "verify"} & set(sys.argv):
         PLAN.check_paths()
+        PLAN.check_given()
 except AerieError as error:
     raise WorkflowError(str(error))
 # By what the targets ask for: a cluster's login node has no GPU.
@@ -109,16 +118,24 @@ def get_final_files():
     ]
 
 
-def get_vocab_sizes(wildcards, threads):
-    """Of the target's drafts, as JSON: {where a vocab_size is set: what it is}. Snakemake records no function of threads: a line may move."""
-    sizes = PLAN.vocab_sizes(wildcards.target).items()
-    files = [Path(file) for file in FILES]
+def told_with_place(key, values):
+    """{where the key of a draft is set: its value}, as JSON."""
     return json.dumps(
         {
-            f"{place_of(('drafts', draft, 'vocab_size'), files, GIVEN)}: drafts.{draft}.vocab_size": size
-            for draft, size in sizes
+            f"{PLAN.place('drafts', draft, key)}: drafts.{draft}.{key}": value
+            for draft, value in values.items()
         }
     )
+
+
+def get_vocab_sizes(wildcards, threads):
+    """Of the target's drafts. Snakemake records no function of threads: a line may move."""
+    return told_with_place("vocab_size", PLAN.vocab_sizes(wildcards.target))
+
+
+def get_layer_ids(wildcards, threads):
+    """Of the target's drafts, as above."""
+    return told_with_place("aux_layer_ids", PLAN.layer_ids(wildcards.target))
 
 
 def force_narrow_preflight(wildcards):

@@ -90,9 +90,11 @@ rule preflight_target:
         # Snakemake records no function of threads: a pilot takes the findings for all samples.
         max_samples=lambda wildcards, threads: json.dumps(config["max_samples"]),
         vocab_sizes=get_vocab_sizes,
+        layer_ids=get_layer_ids,
     shell:
         "preflight_target.py --recipe {input.recipe} --target {input.target} --store {params.store:q}"
-        " --max-samples {params.max_samples} --vocab-sizes {params.vocab_sizes:q} --gpus {resources.gpu} --output {output.findings} --log {log}"
+        " --max-samples {params.max_samples} --vocab-sizes {params.vocab_sizes:q}"
+        " --layer-ids {params.layer_ids:q} --gpus {resources.gpu} --output {output.findings} --log {log}"
 
 
 rule tabulate_compatibility:

@@ -16,14 +16,14 @@ from aerie.provenance import versions
 from aerie.stage import Recipe, write_atomically
 from aerie.targets import Target
 
-VERSION = 6
+VERSION = 7
 
 
 def main(args: argparse.Namespace) -> None:
     recipe, target = Recipe.read(args.recipe), Target.read(args.target)
     engine, why = choose_engine(target, recipe.settings["engine"])
     settings = limited(recipe.settings, args.max_samples) | {"engine": engine}
-    subject = Subject(target, settings, recipe.runtime, args.gpus, args.store, args.vocab_sizes)
+    subject = Subject(target, settings, recipe.runtime, args.gpus, args.store, args.vocab_sizes, args.layer_ids)
     rows = [Row("engine", "ok", f"{engine}: {why}", "")]
     # One GPU for the twin, and that before anything looks for GPUs: CUDA keeps to those that it found.
     with lease(int(subject.needs_gpus and has_driver() and args.gpus > 0), args.gpus):
@@ -50,7 +50,8 @@ def main(args: argparse.Namespace) -> None:
 def build_parser() -> argparse.ArgumentParser:
     parser = cli.engine_parser(__doc__)
     parser.add_argument("--max-samples", type=json.loads, help="at most so many samples of each dataset, or null")
-    parser.add_argument("--vocab-sizes", type=json.loads, help="{where a draft's vocab_size is set: what it is}")
+    parser.add_argument("--vocab-sizes", type=json.loads, default={}, help="{where a draft's vocab_size is set: what it is}")
+    parser.add_argument("--layer-ids", type=json.loads, default={}, help="{where a draft's aux_layer_ids are set: what they are}")
     return parser
 
 

@@ -3,13 +3,22 @@
 import numpy as np
 
 from . import vocabulary
+from .errors import AerieError
 from .preflight import Finding, Subject
 
 
 def layer_ids(subject: Subject) -> Finding:
     """Whether each draft's aux layer ids exist in the target."""
     target = subject.target
-    found = [target.aux_layer_ids(ids) for ids in subject.settings["aux_layer_ids"]]
+    found, wrong = [], []
+    for ids in subject.settings["aux_layer_ids"]:
+        try:
+            found.append(target.aux_layer_ids(ids))
+        except AerieError as error:
+            places = [place for place, own in subject.layer_ids.items() if own == ids]
+            wrong.append(": ".join(filter(None, [" and ".join(places), str(error)])))
+    if wrong:
+        return Finding("failed", "; ".join(wrong))  # which says what to do
     return Finding("ok", f"{' and '.join(map(str, found))} of {target.num_layers} layers, and the last one's output")
 
 
@@ -86,6 +95,18 @@ def lengths(subject: Subject) -> Finding:
             "failed",
             f"engine_options.max_model_len is {int(served):,}, the target has {limit:,} positions",
             "Lower max_model_len: beyond its positions a target's states mean nothing",
+        )
+    answers = {dataset["name"]: dataset["max_new_tokens"] for dataset in subject.settings.get("datasets", [])}
+    cut = [
+        f"dataset {name}: regenerate.max_new_tokens is {most:,}, max_length {longest[name]:,}"
+        for name, most in answers.items()
+        if most and most >= longest[name]
+    ]
+    if cut:
+        return Finding(
+            "warning",
+            f"{'; '.join(cut)}: an answer of so many tokens has no room beside its prompt; it is generated, and then cut at max_length",
+            "Raise max_length, or lower regenerate.max_new_tokens",
         )
     said = ", ".join(f"{name} {length:,}" for name, length in longest.items()) or "no dataset"
     return Finding("ok", f"{said} of {int(served or limit or 0):,} positions" if served or limit else f"{said}; the target sets no limit")

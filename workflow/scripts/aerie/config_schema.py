@@ -41,10 +41,30 @@ def check_config(config: Rule, schema: Path, files: Sequence[Path], given: Rule)
     files: those that it was read from, the later ones before the earlier; given: what `--config` set, which comes before them.
     """
     rules = yaml.safe_load(schema.read_text(encoding="utf-8"))
+    lines = [line for file in files for line in _twice(file)]
     faults = [fault for error in Draft202012Validator(rules).iter_errors(config) for fault in _faults(error, rules)]
-    if faults:
-        lines = [f"\n  {place_of(keys, files, given)}: {'.'.join(map(str, keys)) or 'the whole'}: {text}" for keys, text in faults]
-        raise AerieError(f"The configuration cannot be used (config/README.md explains every key):{''.join(dict.fromkeys(lines))}")
+    lines += [f"{place_of(keys, files, given)}: {'.'.join(map(str, keys)) or 'the whole'}: {text}" for keys, text in faults]
+    if lines:
+        told = "".join(f"\n  {line}" for line in dict.fromkeys(lines))
+        raise AerieError(f"The configuration cannot be used (config/README.md explains every key):{told}")
+
+
+def _twice(file: Path) -> Iterator[str]:
+    """The keys that a file gives twice in one place; YAML takes the last."""
+    waiting: list[tuple[Keys, yaml.Node | None]] = [((), _parsed(file))]
+    while waiting:
+        above, node = waiting.pop()
+        if isinstance(node, yaml.SequenceNode):
+            waiting += [((*above, number), value) for number, value in enumerate(node.value)]
+        elif isinstance(node, yaml.MappingNode):
+            lines: dict[str, int] = {}
+            for name, value in node.value:
+                line, keys = name.start_mark.line + 1, (*above, str(name.value))
+                if name.value in lines and name.value != "<<":  # all that is merged counts
+                    way = ".".join(map(str, keys))
+                    yield f"{file}:{line}: {way}: given a second time, after line {lines[name.value]}; expected once. Delete one of them"
+                lines.setdefault(name.value, line)
+                waiting.append((keys, value))
 
 
 def _faults(error: ValidationError, rules: Rule) -> Iterator[tuple[Keys, str]]:
@@ -138,18 +158,24 @@ def place_of(keys: Keys, files: Sequence[Path], given: Rule) -> str:
         except (KeyError, IndexError, TypeError):
             pass
         for file in reversed(files):
-            line = _line(file, way)
+            line = line_of(file, way)
             if line:
                 return f"{file}:{line}"
     return ", ".join(map(str, files)) or "--config"
 
 
-def _line(file: Path, keys: Keys) -> int | None:
-    """The line of a key in a file of YAML or JSON; None where it does not hold it."""
+def _parsed(file: Path) -> yaml.Node | None:
+    """The nodes of a file of YAML or JSON; None where it cannot be read: only places are lost."""
     try:
-        node = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
-    except (OSError, ValueError, yaml.YAMLError):  # only the place is lost
+        node: yaml.Node | None = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
+    except (OSError, ValueError, yaml.YAMLError):
         return None
+    return node
+
+
+def line_of(file: Path, keys: Keys) -> int | None:
+    """The line of a key in a file of YAML or JSON; None where it does not hold it."""
+    node = _parsed(file)
     line = None
     for key in keys:
         if isinstance(node, yaml.MappingNode):

@@ -4,10 +4,11 @@ Pure functions over the validated configuration; nothing is read but the runs ta
 """
 
 import base64
+import difflib
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 import pandas as pd
 import yaml
 
+from .config_schema import line_of, place_of
+from .drafts import draft_files
 from .errors import AerieError
 from .keys import canonical_json, digest_of
 from .provenance import versions
@@ -38,6 +41,8 @@ FOLDERS = {
     "train_draft": "drafts",
     "evaluate_draft": "evaluations",
 }
+_MADE_IN = {"fetch_package_file": "downloads", **FOLDERS}
+_DOWNLOADS = Path("results/downloads")
 
 
 class Run(NamedTuple):
@@ -64,8 +69,6 @@ def read_runs(path: Path, config: dict[str, Any]) -> dict[str, Run]:
     """The runs by name; AerieError, naming file and line, for a bad row."""
     try:
         table = pd.read_csv(path, sep="\t", dtype=str, comment="#", keep_default_na=False)
-    except FileNotFoundError:
-        raise AerieError(f"{path}: no such file; expected the table of runs that the key `runs` names") from None
     except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
         raise AerieError(f"{path}: not a table ({error}); expected tab-separated columns {', '.join(_COLUMNS)}") from error
     if list(table.columns) != _COLUMNS:
@@ -101,6 +104,18 @@ def typed_values(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: typed(value) for name, value in given.items() if isinstance(value, Mapping | list)}
 
 
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {near[0]}?" if near else f"there: {', '.join(known) or 'none'}"
+
+
+def _not_there(path: Path | str) -> str:
+    return (
+        f"there is no {path} (looked for in {Path.cwd()}). Correct the path; a relative one begins in the folder where snakemake is "
+        "given, or at its -d."
+    )
+
+
 def smallest(*limits: int | None) -> int | None:
     """The smallest of the limits that are set; None where none is."""
     return min((limit for limit in limits if limit is not None), default=None)
@@ -109,11 +124,21 @@ def smallest(*limits: int | None) -> int | None:
 class Plan:
     """Every stage's recipe, and the wiring that depends on the configuration.
 
-    versions: {stage: VERSION of its command}; has_gpu: whether `device: auto` means CUDA here.
+    versions: {stage: VERSION of its command}; has_gpu: whether `device: auto` means CUDA here; files, given: where the
+    configuration comes from, as for `check_config`.
     """
 
-    def __init__(self, config: dict[str, Any], versions: dict[str, int], has_gpu: bool) -> None:
-        self.config, self.versions, self.has_gpu = config, versions, has_gpu
+    def __init__(
+        self,
+        config: dict[str, Any],
+        versions: dict[str, int],
+        has_gpu: bool,
+        files: Sequence[Path] = (),
+        given: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.config, self.versions, self.has_gpu, self.files, self.given = config, versions, has_gpu, files, given or {}
+        if not Path(config["runs"]).exists():
+            raise AerieError(f"{self.place('runs')}: runs: {_not_there(config['runs'])}")
         self.runs = read_runs(Path(config["runs"]), config)
 
     @cached_property
@@ -167,19 +192,62 @@ class Plan:
 
         Snakemake itself misses an input only where a job has to run: it would show another configuration's old results.
         """
-        named = [(f"evaluation.prompts.{name}", path) for name, path in self.config["evaluation"]["prompts"].items()]
+        for keys, path in dict.fromkeys(self._named_paths()):
+            try:
+                if not Path(path).exists() and not self._is_made(Path(path)):
+                    raise AerieError(self._missing(Path(path)))
+                if keys[::2] == ("drafts", "path"):
+                    draft_files(Path(path))
+            except AerieError as error:
+                raise AerieError(f"{self.place(*keys)}: {'.'.join(map(str, keys))}: {error}") from None
+
+    def check_given(self) -> None:
+        """AerieError for a target, dataset or draft that `--config` alone names and no run uses: a slip of the pen would do nothing."""
+        for section, column in (("targets", "target"), ("datasets", "dataset"), ("drafts", "draft")):
+            used = sorted({getattr(run, column) for run in self.runs.values()})
+            for name in self.given.get(section, {}):
+                if name not in used and not any(line_of(file, (section, name)) for file in self.files):
+                    raise AerieError(
+                        f"--config: {section}.{name}: no run uses this name, and no configuration file has it; {_nearest(name, used)}"
+                    )
+
+    def place(self, *keys: str | int) -> str:
+        """The file and line, or `--config`, that a value comes from."""
+        return place_of(keys, self.files, self.given)
+
+    def _named_paths(self) -> Iterator[tuple[tuple[str | int, ...], str]]:
+        """(keys, path) of every file and folder that the configuration names and a run reads."""
+        for name, path in self.config["evaluation"]["prompts"].items():
+            yield ("evaluation", "prompts", name), path
         for run in self.runs.values():
             target, draft = self.config["targets"][run.target], self.draft(run)
-            named += [(f"targets.{run.target}.{key}", target[key]) for key in ("path", "gguf") if target.get(key)]
-            named += [(f"drafts.{run.draft}.{key}", draft[key]) for key in ("path", "init_from") if draft[key]]
-            sources = self.config["datasets"][run.dataset]["sources"] if self.needs_dataset(run) else []
-            named += [(f"datasets.{run.dataset}.sources", str(file)) for item in sources for file in Source.of(item).files()]
-        for where, path in dict.fromkeys(named):
-            if not Path(path).is_relative_to("results") and not Path(path).exists():
-                raise AerieError(
-                    f"{where} in the configuration: there is no {path} (looked for in {Path.cwd()}). Correct the path; a "
-                    "relative one begins in the folder where snakemake is given, or at its -d."
-                )
+            yield from ((("targets", run.target, key), target[key]) for key in ("path", "gguf") if target.get(key))
+            yield from ((("drafts", run.draft, key), draft[key]) for key in ("path", "init_from") if draft[key])
+            for number, item in enumerate(self.config["datasets"][run.dataset]["sources"]):
+                keys = ("datasets", run.dataset, "sources", number)
+                try:
+                    files = Source.of(item).files()
+                except AerieError as error:
+                    raise AerieError(f"{self.place(*keys)}: {'.'.join(map(str, keys))}: {error}") from None
+                # The preflight looks at the sources of every run, and would have a download fetched.
+                yield from ((keys, str(file)) for file in files if self.needs_dataset(run) or _DOWNLOADS in file.parents)
+
+    def _is_made(self, path: Path) -> bool:
+        """Whether a stage of some run makes a file, or the folder of a draft."""
+        made = {Path("results") / _MADE_IN[stage] / name: stage for stage, name in self.recipes if stage in _MADE_IN}
+        return made.get(path) == "train_draft" or any(made.get(folder) not in (None, "train_draft") for folder in path.parents)
+
+    def _missing(self, path: Path) -> str:
+        """What to say of a file or folder that is not there: the download or run that was meant, where it is one's."""
+        for folder, stage, what in (
+            (_DOWNLOADS, "fetch_package_file", "download named {}"),
+            (Path("results/drafts"), "train_draft", "run named {} that trains a draft"),
+        ):
+            names = [name for made, name in self.recipes if made == stage]
+            wanted = path.relative_to(folder).parts[:1] if path.is_relative_to(folder) else ()
+            if wanted and wanted[0] not in names:
+                return f"no {what.format(wanted[0])}; {_nearest(wanted[0], names)}"
+        return _not_there(path)
 
     def pack(self) -> str:
         """All of this plan as one word for a command line, which has room for 128 kB only."""
@@ -246,10 +314,13 @@ class Plan:
         ids = draft["aux_layer_ids"]
         return f"{'-'.join(map(str, ids)) if ids else 'default'}_{draft['stored_dtype']}"
 
+    def layer_ids(self, target: str) -> dict[str, list[int] | None]:
+        """{draft: aux layer ids} of every draft raised for a target; None where they are left to the default."""
+        return {run.draft: self.draft(run)["aux_layer_ids"] for run in self.runs.values() if run.target == target}
+
     def captures(self, target: str) -> list[list[int] | None]:
-        """The aux layer ids of every draft raised for a target; None where they are left to the default."""
-        found = {canonical_json(self.draft(run)["aux_layer_ids"]) for run in self.runs.values() if run.target == target}
-        return [json.loads(ids) for ids in sorted(found)]
+        """The different ones of these."""
+        return [json.loads(ids) for ids in sorted(set(map(canonical_json, self.layer_ids(target).values())))]
 
     def device(self, target: str) -> str:
         """cpu or cuda; auto is decided by this machine."""
@@ -280,8 +351,8 @@ class Plan:
         settings = self.config["targets"][target]
         if settings["tensor_parallel"] % settings["nodes"]:
             raise AerieError(
-                f"target {target}: tensor_parallel is {settings['tensor_parallel']}, nodes {settings['nodes']}; each node is to have as many "
-                "of the GPUs as the others. Set tensor_parallel to a multiple of nodes."
+                f"{self.place('targets', target, 'nodes')}: target {target}: tensor_parallel is {settings['tensor_parallel']}, nodes "
+                f"{settings['nodes']}; each node is to have as many of the GPUs as the others. Set tensor_parallel to a multiple of nodes."
             )
         several = {"nodes": settings["nodes"]} if settings["nodes"] > 1 else {}
         return several | {
@@ -368,18 +439,22 @@ class Plan:
         longest = self.config["datasets"][run.dataset]["max_length"]
         if draft["training"]["batch_tokens"] < longest:
             raise AerieError(
-                f"run {run.run}: batch_tokens of draft {run.draft} is {draft['training']['batch_tokens']}, max_length of dataset "
-                f"{run.dataset} is {longest}; a sample must fit into a batch. Raise batch_tokens or lower max_length."
+                f"{self.place('drafts', run.draft, 'training', 'batch_tokens')}: run {run.run}: batch_tokens of draft {run.draft} is "
+                f"{draft['training']['batch_tokens']}, max_length of dataset {run.dataset} is {longest} "
+                f"({self.place('datasets', run.dataset, 'max_length')}); a sample must fit into a batch. Raise batch_tokens or lower "
+                "max_length."
             )
         packs, gpus = draft["training"]["packs_per_step"], self.training_gpus(run)
         if gpus and packs % gpus:
             raise AerieError(
-                f"run {run.run}: training.packs_per_step of draft {run.draft} is {packs}, training.gpus {gpus}; each GPU is to have as many "
-                "packs of a step as the others. Set packs_per_step to a multiple of gpus."
+                f"{self.place('drafts', run.draft, 'training', 'packs_per_step')}: run {run.run}: training.packs_per_step of draft "
+                f"{run.draft} is {packs}, training.gpus {gpus}; each GPU is to have as many packs of a step as the others. Set "
+                "packs_per_step to a multiple of gpus."
             )
         if self.init_from(run) == Path(f"results/drafts/{run.run}"):
             raise AerieError(
-                f"run {run.run}: draft {run.draft} is to start from this very run's draft; init_from names another draft's folder"
+                f"{self.place('drafts', run.draft, 'init_from')}: run {run.run}: draft {run.draft} is to start from this very run's draft; "
+                "init_from names another draft's folder"
             )
         compute_dtype = "bfloat16" if self.device(run.target) == "cuda" else "float32"
         chosen = {name: value for name, value in draft["training"].items() if name != "gpus"}

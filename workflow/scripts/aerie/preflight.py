@@ -37,7 +37,7 @@ class Row(NamedTuple):
 @dataclass(frozen=True)
 class Subject:
     """What is examined. settings, runtime: of the recipe; granted: GPUs that Snakemake granted; store: the object store;
-    vocab_sizes: {file, line and key: vocab_size} of the drafts."""
+    vocab_sizes, layer_ids: {file, line and key: vocab_size or aux_layer_ids} of the drafts."""
 
     target: Target
     settings: dict[str, Any]
@@ -45,6 +45,7 @@ class Subject:
     granted: int
     store: Path
     vocab_sizes: Mapping[str, int] = field(default_factory=dict)
+    layer_ids: Mapping[str, list[int] | None] = field(default_factory=dict)
 
     @cached_property
     def raw(self) -> dict[str, Any]:
