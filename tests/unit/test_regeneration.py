@@ -276,7 +276,26 @@ def test_no_prompts_is_an_error(tmp_path):
     recipe = Recipe("regenerate_responses", regenerate_responses.VERSION, {"max_prompts": None}, {})
     target = Target("none", "0" * 64, {}, False)
     with pytest.raises(AerieError, match=r"no prompt to answer .* unusable row"):
-        regenerate_responses.regenerate(recipe, target, [Source(path=str(empty))], tmp_path, tmp_path)
+        regenerate_responses.regenerate(recipe, target, [Source(path=str(empty))], tmp_path, tmp_path, tmp_path)
+
+
+def test_too_many_unusable_rows_are_all_named(tmp_path):
+    """As prepare_dataset names them: the first ones, how many for each reason, and the file that has the others."""
+    file, work = tmp_path / "chats.jsonl", tmp_path / "work"
+    work.mkdir()
+    lines = [json.dumps({"messages": [{"role": "user", "content": f"q{number}"}]}) for number in (1, 2, 2)]
+    file.write_text("\n".join([*lines, *['{"messages": []}'] * 6, '{"prompt": ']) + "\n")
+    settings = {"max_prompts": None, "max_rejected": 0.5}
+    recipe = Recipe("regenerate_responses", regenerate_responses.VERSION, settings, {})
+    target = Target("none", "0" * 64, {}, False)
+    with pytest.raises(AerieError, match=r"7 of 10 rows cannot be used, more than the dataset's max_rejected of 0.5") as caught:
+        regenerate_responses.regenerate(recipe, target, [Source(path=str(file))], tmp_path, work, tmp_path)
+    assert f"  {file}:8: no messages" in str(caught.value) and f"{file}:9" not in str(caught.value)
+    listed = "By reason: 1 × duplicate prompt, 6 × no messages, 1 × not valid JSON. "
+    assert f"\n{listed}All are in {work / 'rejects.jsonl'}. Mend the rows, or raise max_rejected." in str(caught.value)
+    rejects = [json.loads(line) for line in (work / "rejects.jsonl").read_text().splitlines()]
+    assert [one["line"] for one in rejects] == list(range(3, 11))
+    assert (rejects[1]["reason"], rejects[1]["detail"]) == ("unusable row", "no messages: the list is empty")
 
 
 @pytest.fixture(scope="module")
