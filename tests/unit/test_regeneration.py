@@ -298,6 +298,24 @@ def test_too_many_unusable_rows_are_all_named(tmp_path):
     assert (rejects[1]["reason"], rejects[1]["detail"]) == ("unusable row", "no messages: the list is empty")
 
 
+def test_a_prompt_that_is_too_long_is_not_said_to_be_answered(tmp_path, capsys):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": word}) + "\n" for word in ("short", "long " * 300)))
+    settings = {"max_prompts": None, "keep_cut_off": True, "max_new_tokens": 16}
+    recipe, target = Recipe("regenerate_responses", 5, settings, {}), Target("none", "0" * 64, {}, False)
+    source = Source(path=str(file))
+    prompts, _ = choose_prompts([(source, read_conversations([file]))], None)
+    short, long = sorted(prompts, key=lambda prompt: len(prompt.turns[0][0]["content"]))
+    stored = [Answers(short.key, ("Yes.",), ("stop",), (2,)), Answers(long.key, (), (), (), "prompt too long: 900 tokens")]
+    AnswerStore(tmp_path / "answers" / regenerate_responses.answers_key(recipe, target)).write("a" * 64, stored)
+    for name in ("work", "out"):
+        (tmp_path / name).mkdir()
+    made = regenerate_responses.regenerate(recipe, target, [source], tmp_path, tmp_path / "work", tmp_path / "out")
+    assert (made.figures["kept"], made.figures["dropped"]) == (1, {"prompt too long": 1})
+    said = "regenerate: 1 of 2 prompts found answered, 0 to ask, 1 known to be too long or refused by the chat template\n"
+    assert said in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     """A tiny target and 40 conversations, two of them of two turns, one too long."""
@@ -356,7 +374,8 @@ def answered(workplace):
 def test_a_killed_run_goes_on(answered):
     found = len(answered.before)
     assert 2 <= found < 10
-    assert f"{4 * found} of 40 prompts found answered, {40 - 4 * found} to ask" in answered.stderr
+    unasked = "1 known to be too long" in answered.stderr  # where its batch is among them
+    assert f"{4 * found - unasked} of 40 prompts found answered, {40 - 4 * found} to ask" in answered.stderr
     assert len(batches(answered.folder)) == 10
     assert answered.before.items() <= batches(answered.folder).items()  # what was finished is untouched
 

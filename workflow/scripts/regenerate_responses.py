@@ -104,7 +104,11 @@ def regenerate(recipe: Recipe, target: Target, sources: Sequence[Source], store:
     with answer_store.locked():
         answered = answer_store.read(prompt.key for prompt in prompts)
         missing = [prompt for prompt in prompts if prompt.key not in answered]
-        cli.say(f"regenerate: {len(answered):,} of {len(prompts):,} prompts found answered, {len(missing):,} to ask")
+        unasked = sum(not one.answers for one in answered.values())
+        cli.say(
+            f"regenerate: {len(answered) - unasked:,} of {len(prompts):,} prompts found answered, {len(missing):,} to ask"
+            f"{f', {unasked:,} known to be too long or refused by the chat template' if unasked else ''}"
+        )
         seconds, tokens = 0.0, 0
         if missing:
             seconds, tokens = ask_all(missing, recipe, target, answer_store, done=len(answered))
