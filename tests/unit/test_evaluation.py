@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -371,6 +372,7 @@ class Served:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.said: list[str] = []  # on the terminal, by the first run
         target = make_target(folder / "target")
         make_draft(folder / "draft", target)
         (folder / "draft/manifest.json").write_text(json.dumps({"digest": "d" * 64}))
@@ -414,7 +416,20 @@ def served(tmp_path_factory):
     made = Served(tmp_path_factory.mktemp("served"))
     done = made.run("first")
     assert done.returncode == 0, done.stderr
+    made.said = done.stderr.splitlines()
     return made
+
+
+def test_a_long_evaluation_shows_how_far_it_is(served):
+    """Of each engine: that it loads, then prompts done of all: 24 at two temperatures, and the first set's 20 at another batch size."""
+    begun = [number for number, line in enumerate(served.said) if line.startswith("evaluate: answering the prompts")]
+    assert len(begun) == 3
+    for first in begun:
+        loads, loaded, *_ = served.said[first + 1 :]
+        assert loads == "evaluate: the engine loads" and loaded.startswith("evaluate: the engine is loaded, ")
+    assert sum(line.startswith("evaluate: 68/68 prompts, ") for line in served.said) == 3
+    log = (served.folder / "first.log").read_text()  # which `snakemake status` reads
+    assert len(re.findall(r"^evaluate: 68/68 prompts, [\d.,]+ prompts/s, .* taken$", log, re.MULTILINE)) == 3
 
 
 def test_figures_are_vllms_own(served):

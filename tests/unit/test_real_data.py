@@ -10,6 +10,7 @@ from aerie.conversations import conversation_of
 from aerie.errors import AerieError
 from aerie.preparation import Options, choose, prepare
 from aerie.sources import Source, read_rows
+from aerie.vocabulary import byte_tokens
 
 pytestmark = pytest.mark.long
 
@@ -90,3 +91,12 @@ def test_the_ledger_adds_up(name, target, tmp_path):
     assert kept + rejected.total() == len(prepared.fates) == FILES[name][0]
     turns = sum(prepared.entries[number].turns for number in prepared.chosen)
     assert (len(prepared.chosen), turns, dict(rejected)) == PREPARED[name, target], json.dumps(rejected)
+
+
+def test_byte_tokens_of_real_tokenizers():
+    """SmolLM2's lacks 21 bytes, most of which UTF-8 never has."""
+    for name in ("qwen3", "llama3_1", "deepseek_v3", "gemma3"):
+        assert len(byte_tokens(real_files.tokenizer(name))) == 256, name
+    smollm2 = real_files.tokenizer("smollm2")
+    assert len(byte_tokens(smollm2)) == 235
+    assert set(smollm2.convert_tokens_to_ids(["a", "Z", "Ġ", "Ċ", "ð"])) <= byte_tokens(smollm2)  # ð begins every emoji

@@ -276,7 +276,44 @@ def test_no_prompts_is_an_error(tmp_path):
     recipe = Recipe("regenerate_responses", regenerate_responses.VERSION, {"max_prompts": None}, {})
     target = Target("none", "0" * 64, {}, False)
     with pytest.raises(AerieError, match=r"no prompt to answer .* unusable row"):
-        regenerate_responses.regenerate(recipe, target, [Source(path=str(empty))], tmp_path, tmp_path)
+        regenerate_responses.regenerate(recipe, target, [Source(path=str(empty))], tmp_path, tmp_path, tmp_path)
+
+
+def test_too_many_unusable_rows_are_all_named(tmp_path):
+    """As prepare_dataset names them: the first ones, how many for each reason, and the file that has the others."""
+    file, work = tmp_path / "chats.jsonl", tmp_path / "work"
+    work.mkdir()
+    lines = [json.dumps({"messages": [{"role": "user", "content": f"q{number}"}]}) for number in (1, 2, 2)]
+    file.write_text("\n".join([*lines, *['{"messages": []}'] * 6, '{"prompt": ']) + "\n")
+    settings = {"max_prompts": None, "max_rejected": 0.5}
+    recipe = Recipe("regenerate_responses", regenerate_responses.VERSION, settings, {})
+    target = Target("none", "0" * 64, {}, False)
+    with pytest.raises(AerieError, match=r"7 of 10 rows cannot be used, more than the dataset's max_rejected of 0.5") as caught:
+        regenerate_responses.regenerate(recipe, target, [Source(path=str(file))], tmp_path, work, tmp_path)
+    assert f"  {file}:8: no messages" in str(caught.value) and f"{file}:9" not in str(caught.value)
+    listed = "By reason: 1 × duplicate prompt, 6 × no messages, 1 × not valid JSON. "
+    assert f"\n{listed}All are in {work / 'rejects.jsonl'}. Mend the rows, or raise max_rejected." in str(caught.value)
+    rejects = [json.loads(line) for line in (work / "rejects.jsonl").read_text().splitlines()]
+    assert [one["line"] for one in rejects] == list(range(3, 11))
+    assert (rejects[1]["reason"], rejects[1]["detail"]) == ("unusable row", "no messages: the list is empty")
+
+
+def test_a_prompt_that_is_too_long_is_not_said_to_be_answered(tmp_path, capsys):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": word}) + "\n" for word in ("short", "long " * 300)))
+    settings = {"max_prompts": None, "keep_cut_off": True, "max_new_tokens": 16}
+    recipe, target = Recipe("regenerate_responses", 5, settings, {}), Target("none", "0" * 64, {}, False)
+    source = Source(path=str(file))
+    prompts, _ = choose_prompts([(source, read_conversations([file]))], None)
+    short, long = sorted(prompts, key=lambda prompt: len(prompt.turns[0][0]["content"]))
+    stored = [Answers(short.key, ("Yes.",), ("stop",), (2,)), Answers(long.key, (), (), (), "prompt too long: 900 tokens")]
+    AnswerStore(tmp_path / "answers" / regenerate_responses.answers_key(recipe, target)).write("a" * 64, stored)
+    for name in ("work", "out"):
+        (tmp_path / name).mkdir()
+    made = regenerate_responses.regenerate(recipe, target, [source], tmp_path, tmp_path / "work", tmp_path / "out")
+    assert (made.figures["kept"], made.figures["dropped"]) == (1, {"prompt too long": 1})
+    said = "regenerate: 1 of 2 prompts found answered, 0 to ask, 1 known to be too long or refused by the chat template\n"
+    assert said in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -337,7 +374,8 @@ def answered(workplace):
 def test_a_killed_run_goes_on(answered):
     found = len(answered.before)
     assert 2 <= found < 10
-    assert f"{4 * found} of 40 prompts found answered, {40 - 4 * found} to ask" in answered.stderr
+    unasked = "1 known to be too long" in answered.stderr  # where its batch is among them
+    assert f"{4 * found - unasked} of 40 prompts found answered, {40 - 4 * found} to ask" in answered.stderr
     assert len(batches(answered.folder)) == 10
     assert answered.before.items() <= batches(answered.folder).items()  # what was finished is untouched
 

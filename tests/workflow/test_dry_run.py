@@ -152,3 +152,13 @@ def test_every_rule_declares_log_environment_resources_and_benchmark():
         name = text.split(":")[0]
         for directive in ("log:", "conda:", "resources:", "shell:", *(["benchmark:"] if name not in UTILITIES else [])):
             assert f"    {directive}" in text, (name, directive)
+
+
+@pytest.mark.parametrize("utility", UTILITIES)
+def test_what_a_utility_says_when_it_fails_is_not_buried(utility, tmp_path):
+    """Snakemake repeats the command line that failed; the configuration is not on it."""
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/letter.txt").write_text("Dear store, …")
+    result = snakemake(tmp_path, utility, "--config", "store=taken")
+    assert result.code != 0 and "taken" in result.text
+    assert len(max(result.text.split(), key=len)) < 300

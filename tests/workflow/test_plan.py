@@ -133,6 +133,37 @@ def test_what_is_not_known_is_not_counted_as_nothing(tmp_path, monkeypatch):
     assert "hidden states to write: not known yet; free on" in text and " 0 " not in text
 
 
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """A workflow with manifests of a draft and an evaluation, and no dataset."""
+    workflow = TinyWorkflow(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    planner = planned(workflow)
+    files = {"results/targets/tiny/fingerprint.json": {"digest": "t" * 64}}
+    for stage, folder in (("train_draft", "drafts"), ("evaluate_draft", "evaluations")):
+        recipe = planner.recipe((stage, "a"))
+        manifest = {"settings": recipe.settings, "runtime": recipe.runtime, "version": recipe.version, "inputs": {"target": "t" * 64}}
+        files[f"results/{folder}/a/manifest.json"] = manifest | {"seconds": 100, "figures": {"seconds": 90, "tokens_per_second": 10}}
+    for path, content in files.items():
+        Path(path).parent.mkdir(parents=True)
+        Path(path).write_text(json.dumps(content))
+    return workflow
+
+
+def test_a_rate_counts_for_its_own_dtype(measured):
+    step = ("evaluate_draft", "a")
+    assert planned(measured).seconds(step) == 100
+    measured.config["targets"]["tiny"]["dtype"] = "bfloat16"
+    assert planned(measured).seconds(step) is None
+
+
+def test_a_measured_training_without_its_dataset_lacks_no_rate(measured):
+    jobs = [step for step in measured.resolved().recipes if step[0] != "fingerprint_target"]
+    text = "\n".join(planned(measured, jobs).lines())
+    assert "at measured rates; no measured rate yet for extract_hidden_states, " in text
+    assert "; how much data is not known yet for train_draft" in text
+
+
 def test_status_tells_what_is_done_unfinished_and_running(inside):
     header, row = Status(inside.resolved()).table()
     cells = dict(zip(header, row, strict=True))

@@ -204,14 +204,19 @@ def over_nodes(get_nodes):
     }
 
 
+UTILITIES = {"plan", "status", "gc", "verify"}
+
+
 def is_utility():
     """Whether only plan, status, gc or verify is asked for."""
     targets = workflow.dag_settings.targets
-    return bool(targets) and set(targets) <= {"plan", "status", "gc", "verify"}
+    return bool(targets) and set(targets) <= UTILITIES
 
 
 def prepare_run():
     """Notes in the store that this configuration uses it, before the first job does; sets files of the future to now."""
+    if UTILITIES & set(workflow.dag_settings.targets):
+        PLAN.hand_over()
     if not is_utility():
         try:
             register(Path(config["store"]), FILES, GIVEN, PLAN.recipe_names())

@@ -16,10 +16,9 @@ rule plan:
     resources:
         mem_mb=4000,
     params:
-        plan=PLAN.pack(),
         snakefile=workflow.main_snakefile,
     shell:
-        "show_plan.py --plan {params.plan} --snakefile {params.snakefile:q} | tee {log}"
+        "show_plan.py --snakefile {params.snakefile:q} | tee {log}"
 
 
 rule status:
@@ -30,10 +29,9 @@ rule status:
     resources:
         mem_mb=1000,
     params:
-        plan=PLAN.pack(),
         words=command_words(FILES, GIVEN),
     shell:
-        "show_status.py --plan {params.plan} --words={params.words:q} | tee {log}"
+        "show_status.py --words={params.words:q} | tee {log}"
 
 
 rule gc:
@@ -44,10 +42,9 @@ rule gc:
     resources:
         mem_mb=4000,
     params:
-        plan=PLAN.pack(),
         action=config["gc"],
     shell:
-        "collect_garbage.py --plan {params.plan} --action {params.action} | tee {log}"
+        "collect_garbage.py --action {params.action} | tee {log}"
 
 
 rule verify:
@@ -57,7 +54,5 @@ rule verify:
         ENVIRONMENT
     resources:
         mem_mb=4000,
-    params:
-        plan=PLAN.pack(),
     shell:
-        "verify_store.py --plan {params.plan} | tee {log}"
+        "verify_store.py | tee {log}"

@@ -10,7 +10,7 @@ from aerie.store import check_layout, size_text
 
 
 def main(args: argparse.Namespace) -> None:
-    plan = Plan.unpack(args.plan)
+    plan = Plan.handed_over()
     store = Path(plan.config["store"])
     check_layout(store)
     if not store.is_dir():
@@ -28,6 +28,5 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = cli.parser(__doc__)
-    parser.add_argument("--plan", required=True, help="the configuration, as aerie.configuration.Plan packs it")
     parser.add_argument("--action", choices=["list", "delete"], default="list")
     cli.run(main, parser)

@@ -29,6 +29,7 @@ from aerie.devices import lease
 from aerie.errors import AerieError, ProcessFailed, describe_exit
 from aerie.evaluation import ENGINES, EngineRun, Pass, PassResult, PromptSets, planned_passes
 from aerie.keys import digest_of
+from aerie.progress import Progress, duration, passed_on
 from aerie.provenance import versions
 from aerie.stage import Recipe, StageResult, locked, read_manifest, run_stage, write_atomically
 from aerie.targets import Target
@@ -146,7 +147,8 @@ def engine_run(engine: str, path: Path, recipe: Recipe, args: argparse.Namespace
                 for name in ("recipe", "store", "target", "draft", "prompts"):
                     command += [f"--{name}", str(getattr(args, name))]
                 # The child's output goes to the log with ours; it inherits the lock on this stage, and so outlives us safely.
-                done = subprocess.run(command, check=False, close_fds=False, stdin=subprocess.DEVNULL)
+                with passed_on("evaluate", args.log):
+                    done = subprocess.run(command, check=False, close_fds=False, stdin=subprocess.DEVNULL)
                 if done.returncode or not path.exists():
                     raise ProcessFailed(f"the run {phrase(engine)} {describe_exit(done.returncode)}")
                 return EngineRun.from_json(path.read_text())
@@ -177,6 +179,8 @@ def run_engine(engine: str, recipe: Recipe, target: Target, draft: Path, prompts
     # Speculation may run past the last token by one draft; without that room vLLM stops drafting near the end.
     needed = longest + settings["max_new_tokens"] + (settings["num_draft_tokens"] + 1 if speculation else 0)
     batch_size = max(settings["batch_sizes"])
+    cli.say("evaluate: the engine loads")
+    started = time.monotonic()
     served = generation.start(
         target,
         runtime,
@@ -188,18 +192,21 @@ def run_engine(engine: str, recipe: Recipe, target: Target, draft: Path, prompts
         enable_prefix_caching=False,  # else the second request for a common beginning would look faster
         disable_log_stats=False,  # they hold each request's times
     )
+    cli.say(f"evaluate: the engine is loaded, {duration(time.monotonic() - started)} taken; it warms up")
     passes: dict[Pass, PassResult] = {}
     numbers = {name: len(ids) for name, ids in sets.items()}
-    for planned in planned_passes(numbers, settings["temperatures"], settings["batch_sizes"]):
+    all_passes = planned_passes(numbers, settings["temperatures"], settings["batch_sizes"])
+    served.serve(sets[all_passes[0].prompt_set][: 1 if on_cpu else batch_size], settings["max_new_tokens"], batch_size)
+    progress = Progress("evaluate", sum(numbers[planned.prompt_set] for planned in all_passes), "prompts")
+    for planned in all_passes:
         ids = sets[planned.prompt_set]
-        if not passes:
-            served.serve(ids[: 1 if on_cpu else batch_size], settings["max_new_tokens"], batch_size)
         before = served.counters() if speculation else None
         started = time.monotonic()
-        answers = served.serve(ids, settings["max_new_tokens"], planned.batch_size, planned.temperature)
+        answers = served.serve(ids, settings["max_new_tokens"], planned.batch_size, planned.temperature, progress=progress)
         seconds = time.monotonic() - started
         counters = served.counters().since(before) if before else None
         passes[planned] = PassResult(answers, seconds, counters)
+    progress.done()
     served.close()
     return EngineRun(engine, generation.device_name(int(runtime.get("tensor_parallel") or 1)), dtype, passes)
 

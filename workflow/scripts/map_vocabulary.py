@@ -16,7 +16,7 @@ from aerie.samples import load_samples
 from aerie.stage import Recipe, StageResult, input_digests, run_stage
 from aerie.targets import Target
 
-VERSION = 2
+VERSION = 3
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -20,7 +20,7 @@ import numpy as np
 
 from aerie import audit, cli
 from aerie.errors import AerieError
-from aerie.preparation import NOT_COUNTED, Fate, Options, Prepared, check_rejected, choose, prepare
+from aerie.preparation import NOT_COUNTED, Fate, Options, Prepared, by_reason, check_rejected, choose, prepare, write_rejects
 from aerie.regeneration import cut_off_warning
 from aerie.samples import write_samples
 from aerie.sources import Source, numbered_rows, sources_digest
@@ -47,12 +47,12 @@ def main(args: argparse.Namespace) -> None:
         listed, rows = numbered_rows(sources)
         prepared = prepare([source.name for source in listed], rows, options, work / "tokens", args.workers)
         choose(prepared, listed, settings["validation_share"], settings["max_samples"])
-        write_rejects(prepared, work / "rejects.jsonl")
+        write_rejects(prepared.rejects(), work / "rejects.jsonl")
         check(prepared, settings["max_rejected"], work / "rejects.jsonl")
         digest = write_samples(prepared.samples(), out / "samples")
         stats = describe(prepared) | regeneration(sources)
         (out / "stats.json").write_text(json.dumps(stats, indent=1) + "\n")
-        write_rejects(prepared, out / "rejects.jsonl")
+        write_rejects(prepared.rejects(), out / "rejects.jsonl")
         title = f"Dataset {args.output.name} for {target.name}"
         (out / "audit.html").write_text(audit.page(title, stats, prepared, tokenizer, args.output), encoding="utf-8")
         rejected = stats["rows"] - stats["kept"]
@@ -63,12 +63,6 @@ def main(args: argparse.Namespace) -> None:
     run_stage(recipe, VERSION, inputs, args.output, args.store, compute, args.log)
 
 
-def write_rejects(prepared: Prepared, path: Path) -> None:
-    """rejects.jsonl: {source, line, reason, detail} a row."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(reject) + "\n" for reject in prepared.rejects())
-
-
 def check(prepared: Prepared, max_rejected: float, where: Path) -> None:
     """AerieError where too many rows were rejected, or nothing is left to train on or to validate with."""
     faulty = [
@@ -76,12 +70,12 @@ def check(prepared: Prepared, max_rejected: float, where: Path) -> None:
         for fate in prepared.fates
         if fate.reason and fate.reason not in NOT_COUNTED
     ]
-    reasons = ", ".join(f"{count:,} × {reason}" for reason, count in _reasons(prepared.fates).items()) or "no row was rejected"
-    check_rejected(faulty, len(prepared.fates), max_rejected, f"By reason: {reasons}. All are in {where}.")
+    reasons = by_reason(fate.reason for fate in prepared.fates if fate.reason)
+    check_rejected(faulty, reasons, len(prepared.fates), max_rejected, where)
     for split in ("train", "validation"):
         if split not in prepared.chosen.values():
             raise AerieError(
-                f"no {split} sample is left of {len(prepared.fates)} rows ({reasons}); training needs conversations with at least two "
+                f"no {split} sample is left of {len(prepared.fates)} rows ({reasons or 'no row was rejected'}); training needs conversations with at least two "
                 "different first messages. Add data, or look at the reasons."
             )
 

@@ -15,7 +15,7 @@ Runtime: sources (the files), device, tensor_parallel, engine_options, batch_pro
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,13 @@ from aerie.devices import lease
 from aerie.errors import AerieError
 from aerie.generation import Answer
 from aerie.keys import digest_of
-from aerie.preparation import check_rejected
+from aerie.preparation import by_reason, check_rejected, write_rejects
 from aerie.progress import Progress
 from aerie.regeneration import (
     Answers,
     AnswerStore,
     Prompt,
+    Rejection,
     assemble,
     batch_key,
     choose_prompts,
@@ -64,7 +65,7 @@ def main(args: argparse.Namespace) -> None:
 
     def compute(work: Path, out: Path) -> StageResult:
         with lease(recipe.runtime.get("gpus", 0), args.gpus, nodes=recipe.runtime.get("nodes", 1)):
-            return regenerate(recipe, target, sources, args.store, out)
+            return regenerate(recipe, target, sources, args.store, work, out)
 
     answers = [f"answers/{answers_key(recipe, target)}"]
     manifest = run_stage(recipe, VERSION, inputs, args.output, args.store, compute, args.log, answers)
@@ -84,13 +85,15 @@ def answers_key(recipe: Recipe, target: Target) -> str:
     return digest_of({"version": ANSWERS_VERSION, "target": target.digest, "settings": how})
 
 
-def regenerate(recipe: Recipe, target: Target, sources: Sequence[Source], store: Path, out: Path) -> StageResult:
+def regenerate(recipe: Recipe, target: Target, sources: Sequence[Source], store: Path, work: Path, out: Path) -> StageResult:
     """Asks what the store does not answer yet, and writes the dataset's responses into `out`."""
     settings = recipe.settings
     found = [(source, map(conversation_of, read_rows(source))) for source in sources]
     prompts, rejected = choose_prompts(found, settings["max_prompts"], settings.get("system_prompt"))
-    unusable = [f"{one.source}:{one.line}: {one.detail}" for one in rejected if one.reason == "unusable row"]
-    check_rejected(unusable, len(prompts) + len(rejected), settings.get("max_rejected", 1.0))
+    faulty = [f"{one.source}:{one.line}: {one.detail}" for one in rejected if one.reason == "unusable row"]
+    counts = by_reason(one.detail.partition(": ")[0] if one.reason == "unusable row" else one.reason for one in rejected)
+    write_rejects(in_order(rejected), work / "rejects.jsonl")
+    check_rejected(faulty, counts, len(prompts) + len(rejected), settings.get("max_rejected", 1.0), work / "rejects.jsonl")
     if not prompts:
         reasons = sorted({one.reason for one in rejected})
         raise AerieError(
@@ -101,7 +104,11 @@ def regenerate(recipe: Recipe, target: Target, sources: Sequence[Source], store:
     with answer_store.locked():
         answered = answer_store.read(prompt.key for prompt in prompts)
         missing = [prompt for prompt in prompts if prompt.key not in answered]
-        cli.say(f"regenerate: {len(answered):,} of {len(prompts):,} prompts found answered, {len(missing):,} to ask")
+        unasked = sum(not one.answers for one in answered.values())
+        cli.say(
+            f"regenerate: {len(answered) - unasked:,} of {len(prompts):,} prompts found answered, {len(missing):,} to ask"
+            f"{f', {unasked:,} known to be too long or refused by the chat template' if unasked else ''}"
+        )
         seconds, tokens = 0.0, 0
         if missing:
             seconds, tokens = ask_all(missing, recipe, target, answer_store, done=len(answered))
@@ -115,11 +122,15 @@ def regenerate(recipe: Recipe, target: Target, sources: Sequence[Source], store:
     if not responses:
         raise AerieError(f"none of the {len(prompts)} answers can be used ({json.dumps(figures['dropped'])}). Check the target.")
     write_responses(responses, out / "responses.parquet")
-    rejects = sorted(rejected, key=lambda one: (one.source, one.line))
-    (out / "rejects.jsonl").write_text("".join(json.dumps(asdict(one), ensure_ascii=True) + "\n" for one in rejects))
+    write_rejects(in_order(rejected), out / "rejects.jsonl")
     # Of this run alone: what earlier ones answered is in the store with no time beside it.
     measured = {"asked": len(missing), "generated_tokens": tokens, "tokens_per_second": round(tokens / seconds, 1) if tokens else None}
     return StageResult(digest=responses_digest(responses, rejected), figures=figures | measured)
+
+
+def in_order(rejected: Sequence[Rejection]) -> Iterator[dict[str, Any]]:
+    """Rows of rejects.jsonl, by source and line."""
+    return map(asdict, sorted(rejected, key=lambda one: (one.source, one.line)))
 
 
 def ask_all(missing: Sequence[Prompt], recipe: Recipe, target: Target, answer_store: AnswerStore, done: int) -> tuple[float, int]:

@@ -10,13 +10,12 @@ from aerie.planning import Planner, dry_run
 
 
 def main(args: argparse.Namespace) -> None:
-    plan = Plan.unpack(args.plan)
+    plan = Plan.handed_over()
     for line in Planner(plan, dry_run(args.snakefile, plan)).lines():
         print(line)
 
 
 if __name__ == "__main__":
     parser = cli.parser(__doc__)
-    parser.add_argument("--plan", required=True, help="the configuration, as aerie.configuration.Plan packs it")
     parser.add_argument("--snakefile", type=Path, required=True)
     cli.run(main, parser)

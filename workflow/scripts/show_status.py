@@ -10,12 +10,11 @@ from aerie.status import Status
 
 
 def main(args: argparse.Namespace) -> None:
-    status = Status(Plan.unpack(args.plan))
+    status = Status(Plan.handed_over())
     print("\n".join([*aligned(status.table()), *status.notes(args.words)]))
 
 
 if __name__ == "__main__":
     parser = cli.parser(__doc__)
-    parser.add_argument("--plan", required=True, help="the configuration, as aerie.configuration.Plan packs it")
     parser.add_argument("--words", required=True, help="how the configuration was given on the command line")
     cli.run(main, parser)

@@ -12,7 +12,7 @@ from aerie.verification import forget_recipes, set_aside, verify
 
 
 def main(args: argparse.Namespace) -> None:
-    plan = Plan.unpack(args.plan)
+    plan = Plan.handed_over()
     store = Path(plan.config["store"])
     check_layout(store)
     count, damages = verify(store)
@@ -30,6 +30,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = cli.parser(__doc__)
-    parser.add_argument("--plan", required=True, help="the configuration, as aerie.configuration.Plan packs it")
-    cli.run(main, parser)
+    cli.run(main, cli.parser(__doc__))

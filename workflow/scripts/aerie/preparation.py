@@ -3,6 +3,7 @@
 What a sample is and which are chosen depends on the rows alone: not on their order, nor on the number of workers.
 """
 
+import json
 import multiprocessing
 import os
 import signal
@@ -10,7 +11,7 @@ import threading
 from array import array
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from itertools import chain, islice
@@ -291,13 +292,27 @@ def _prompt_hash(conversation: Conversation, samples: Sequence[Sample]) -> bytes
     return bytes.fromhex(digest_of(next(message["content"] for message in conversation.messages if message["role"] == "user")))
 
 
-def check_rejected(faulty: Sequence[str], rows: int, max_rejected: float, more: str = "") -> None:
-    """AerieError where more than max_rejected of the rows cannot be used. faulty: "file:line: reason" of each of them."""
+def write_rejects(rejects: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """rejects.jsonl: {source, line, reason, detail, …} a row."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(reject) + "\n" for reject in rejects)
+
+
+def by_reason(reasons: Iterable[str]) -> str:
+    """How often each reason is there, for a person."""
+    return ", ".join(f"{count:,} × {reason}" for reason, count in sorted(Counter(reasons).items()))
+
+
+def check_rejected(faulty: Sequence[str], reasons: str, rows: int, max_rejected: float, where: Path) -> None:
+    """AerieError where more than max_rejected of the rows cannot be used.
+
+    faulty: "file:line: reason" of each of them. reasons: `by_reason` of all rejected rows; where: the file that lists them.
+    """
     if len(faulty) > max_rejected * rows:
         first = "".join(f"\n  {one}" for one in faulty[:5])
         raise AerieError(
             f"{len(faulty):,} of {rows:,} rows cannot be used, more than the dataset's max_rejected of {max_rejected:g} allows. The first:"
-            f"{first}\n{more}{' ' if more else ''}Mend the rows, or raise max_rejected."
+            f"{first}\nBy reason: {reasons}. All are in {where}. Mend the rows, or raise max_rejected."
         )
 
 

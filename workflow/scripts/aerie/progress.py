@@ -1,7 +1,12 @@
 """Progress of long work, as lines that stay readable when several jobs print at once."""
 
+import os
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from . import cli
@@ -44,6 +49,36 @@ class Progress:
         print(line, file=cli.terminal(), flush=True)
         if cli.terminal() is not sys.stderr:
             print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def passed_on(what: str, log: Path | None) -> Iterator[None]:
+    """Meanwhile, what child processes say of `what` in the log reaches the terminal too.
+
+    They write there alone, since they may outlive us and the terminal. log: None where their output is on the terminal anyway.
+    """
+    if log is None:
+        yield
+        return
+    over = threading.Event()
+    with open(log, encoding="utf-8", errors="replace") as lines:
+        lines.seek(0, os.SEEK_END)
+
+        def follow() -> None:
+            last = False
+            while not last:
+                last = over.wait(1)
+                for line in iter(lines.readline, ""):
+                    if line.startswith(f"{what}: "):
+                        print(line, end="", file=cli.terminal(), flush=True)
+
+        thread = threading.Thread(target=follow, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
 
 def duration(seconds: float) -> str:

@@ -104,24 +104,25 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase", end_tokens: Iterable[in
     return {token for token in named if token is not None} | {token for token in special if counts[token]}
 
 
-def byte_tokens(vocabulary: Mapping[str, int]) -> set[int]:
+def byte_tokens(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
     """Ids of the tokens that stand for single bytes, with which any text can be written: of a byte-level BPE (GPT-2's
     printable stand-ins) or of a SentencePiece model's byte fallback (<0x00> to <0xFF>).
 
-    vocabulary: {token: id} of the tokenizer. Empty for one without them.
+    Those that the tokenizer has: many lack bytes that UTF-8 never has, or that were not in their data. Empty for one without bytes.
     """
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    for names in (list(bytes_to_unicode().values()), [f"<0x{byte:02X}>" for byte in range(256)]):
-        if all(name in vocabulary for name in names):
-            return {vocabulary[name] for name in names}
+    vocabulary = tokenizer.get_vocab()
+    for name_of in (bytes_to_unicode().__getitem__, "<0x{:02X}>".format):
+        # A stand-in may also be a letter of its own, in a vocabulary of words or pieces: what it is decoded to tells.
+        if tokenizer.convert_tokens_to_string([name_of(ord("\n"))]) == "\n":
+            return {vocabulary[name_of(byte)] for byte in range(256) if name_of(byte) in vocabulary}
     return set()
 
 
 def pinned_tokens(tokenizer: "PreTrainedTokenizerBase", end_tokens: Iterable[int], counts: np.ndarray) -> set[int]:
     """Ids that a draft's vocabulary has whatever the data: special, end-of-turn and single-byte tokens; see `special_tokens`."""
-    real = tokenizer.get_vocab()
-    return (special_tokens(tokenizer, end_tokens, counts) | byte_tokens(real)) & set(real.values())
+    return (special_tokens(tokenizer, end_tokens, counts) | byte_tokens(tokenizer)) & set(tokenizer.get_vocab().values())
 
 
 def choose_tokens(counts: np.ndarray, size: int, pinned: Iterable[int], real_ids: Iterable[int]) -> np.ndarray:
