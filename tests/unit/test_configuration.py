@@ -352,14 +352,49 @@ def test_a_name_that_only_the_command_line_has_and_no_run_uses_is_refused(tmp_pa
         made.check_given()
 
 
-def test_what_lies_in_results_may_be_named_though_no_stage_makes_it_now(tmp_path, monkeypatch):
-    """The draft of a run that the table no longer has, and a download's source that only the preflight would look at."""
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (
+            {"drafts": {"big": {"path": "results/drafts/old"}, "small": {}}},
+            r"drafts\.big\.path: no run named old that trains a draft; there: b ",
+        ),
+        (
+            {"drafts": {"big": {"init_from": "results/drafts/old"}, "small": {}}},
+            r"drafts\.big\.init_from: no run named old that .*; there: a, b ",
+        ),
+        (
+            {"datasets": {"d": {"sources": ["results/regenerated/t/old.jsonl"]}}},
+            r"sources\.0: results/regenerated/t/old\.jsonl is made by no stage",
+        ),
+        ({"evaluation": {"prompts": {"some": "results/downloads/old/x.jsonl"}}}, r"prompts\.some: no download named old; there: none "),
+    ],
+)
+def test_another_configurations_results_are_to_be_copied(tmp_path, monkeypatch, change, fault):
+    """Snakemake would ask for the recipes that made them."""
     monkeypatch.chdir(tmp_path)
-    Path("results/drafts/old").mkdir(parents=True)
-    for name in ("config.json", "model.safetensors"):
-        Path("results/drafts/old", name).touch()
-    Path("p.jsonl").touch()
-    drafts = {"big": {"path": "results/drafts/old"}, "small": {"path": "results/drafts/old"}}
+    for file in (
+        "drafts/old/config.json",
+        "drafts/old/model.safetensors",
+        "regenerated/t/old.jsonl",
+        "downloads/old/x.jsonl",
+        "mine/x.jsonl",
+    ):
+        path = Path("results", file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    prompts = {"prompts": {"some": "results/mine/x.jsonl"}}
+    right = {"datasets": {"d": {"sources": ["results/mine"]}}, "evaluation": prompts}
+    plan(tmp_path, **right).check_paths()
+    with pytest.raises(AerieError, match=f"{fault}.*copy it to a folder outside results/"):
+        plan(tmp_path, **right | change).check_paths()
+
+
+def test_a_download_that_only_the_preflight_looks_at_is_checked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("p.jsonl", "config.json", "model.safetensors"):
+        Path(name).touch()
+    drafts = {"big": {"path": "."}, "small": {"path": "."}}
     plan(tmp_path, drafts=drafts).check_paths()
     with pytest.raises(AerieError, match=r"datasets\.d\.sources\.0: no download named zzz; there: none"):
         plan(tmp_path, drafts=drafts, datasets={"d": {"sources": ["results/downloads/zzz/x.jsonl"]}}).check_paths()

@@ -45,6 +45,8 @@ FOLDERS = {
 }
 _MADE_IN = {"fetch_package_file": "downloads", **FOLDERS}
 _DOWNLOADS = Path("results/downloads")
+# Of a file in these Snakemake asks which job makes it, although it is there.
+_OURS = {_DOWNLOADS, Path("results/drafts"), Path("results/regenerated")}
 
 
 class Run(NamedTuple):
@@ -196,7 +198,7 @@ class Plan:
         """
         for keys, path in dict.fromkeys(self._named_paths()):
             try:
-                if not Path(path).exists() and not self._is_made(Path(path)):
+                if not self._is_made(Path(path)) and (not Path(path).exists() or _OURS & {*Path(path).parents}):
                     raise AerieError(self._missing(Path(path)))
                 if keys[::2] == ("drafts", "path"):
                     draft_files(Path(path))
@@ -241,6 +243,7 @@ class Plan:
 
     def _missing(self, path: Path) -> str:
         """What to say of a file or folder that is not there: the download or run that was meant, where it is one's."""
+        elsewhere = " (what is there now is another configuration's: copy it to a folder outside results/)" if path.exists() else ""
         for folder, stage, what in (
             (_DOWNLOADS, "fetch_package_file", "download named {}"),
             (Path("results/drafts"), "train_draft", "run named {} that trains a draft"),
@@ -248,8 +251,8 @@ class Plan:
             names = [name for made, name in self.recipes if made == stage]
             wanted = path.relative_to(folder).parts[:1] if path.is_relative_to(folder) else ()
             if wanted and wanted[0] not in names:
-                return f"no {what.format(wanted[0])}; {_nearest(wanted[0], names)}"
-        return _not_there(path)
+                return f"no {what.format(wanted[0])}; {_nearest(wanted[0], names)}{elsewhere}"
+        return f"{path} is made by no stage of these runs{elsewhere}" if elsewhere else _not_there(path)
 
     def hand_over(self) -> None:
         """Gives this plan to child processes, in a variable of the environment, which has room for 128 kB only.
