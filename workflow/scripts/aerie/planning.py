@@ -461,7 +461,7 @@ class Planner:
                 unsized = {stage for stage, name in untimed if stage == "train_draft" and next(self._measured((stage, name)), None)}
                 unmeasured = {stage for stage, _ in untimed} - unsized
                 measured = f"{'at least ' if untimed else ''}{duration(sum(known))}, one job after the other, at measured rates"
-                if any(stage == "extract_hidden_states" for stage, _ in timed):
+                if any(stage == "extract_hidden_states" and seconds is not None for (stage, _), seconds in timed.items()):
                     measured += " (extraction without the target's loading)"
                 parts = [measured if known else "not known"]
                 parts += [f"no measured rate yet for {', '.join(sorted(unmeasured))}"] if unmeasured else []
