@@ -481,6 +481,46 @@ def test_every_engine_set_temperature_and_batch_size_is_there(served):
     assert all("".join(text for text, _ in sample["pieces"]) == shown[sample["line"]] for sample in found["samples"])
 
 
+SAMPLE = """
+import json, sys
+from pathlib import Path
+from aerie import generation
+from aerie.targets import Target
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    runtime = json.loads((folder / "first.recipe.json").read_text())["runtime"]
+    speculation = {"method": "eagle3", "model": str(folder / "draft"), "num_speculative_tokens": 3}
+    engine = generation.start(Target.read(folder / "fingerprint.json"), runtime, end_tokens=[], max_length=64, dtype="float32",
+        speculation=speculation, max_num_seqs=64, disable_log_stats=False)
+    print("SAID", json.dumps([one.token_ids for one in engine.serve([[20, 21, 22]] * 600, 5, 64, temperature=0.5)]))
+    engine.close()
+"""
+
+
+def test_what_is_sampled_with_a_draft_is_the_targets_distribution(served):
+    """A token that is drawn from a distribution has on average, by definition, minus its entropy as log probability."""
+    from transformers import AutoModelForCausalLM
+
+    (served.folder / "sample.py").write_text(SAMPLE)
+    done = subprocess.run([sys.executable, served.folder / "sample.py", served.folder], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("SAID"))[5:])
+    said = torch.nn.utils.rnn.pad_sequence([torch.tensor(answer) for answer in answers], batch_first=True, padding_value=-1)
+    there = said >= 0  # an answer that ends early has its end's token
+    said = said.clamp(min=0)
+    model = AutoModelForCausalLM.from_pretrained(served.folder / "target", dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(torch.cat([torch.tensor([[20, 21, 22]]).expand(len(said), -1), said], dim=1)).logits[:, 2:-1]
+    likely = (logits / 0.5).log_softmax(-1)
+    entropy = -(likely.exp() * likely).sum(-1)
+    excess = likely.gather(2, said[:, :, None])[:, :, 0] + entropy
+    for place in range(5):
+        here = excess[there[:, place], place]
+        assert len(here) > 300 and abs(here.mean()) < 5 * here.std() / len(here) ** 0.5, (place, here.mean(), here.std())
+    assert entropy[there].mean() > 0.5  # not certain anyhow
+
+
 COUNT = """
 import json, os, sys
 from pathlib import Path
