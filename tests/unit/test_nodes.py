@@ -129,6 +129,8 @@ def test_the_end_of_one_nodes_workers_ends_all(slurm, targets, tmp_path, at):  #
         ("echo 1", "7", "Slurm job 7 has 1"),
         ("echo 2", None, "this is no Slurm job"),
         ("echo down >&2; exit 1", "7", "squeue does not say .*: down"),
+        ("echo 2; echo 1", "7", r"'2\\n1'; expected one number"),
+        ("true", "7", "''; expected one number"),
     ],
 )
 def test_too_few_nodes_are_refused(slurm, monkeypatch, squeue, job, found):

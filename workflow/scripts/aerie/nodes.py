@@ -71,10 +71,13 @@ def check_job(nodes: int) -> None:
     if job is None:
         raise AerieError(f"the target takes {nodes} nodes of a Slurm job, and this is no Slurm job (SLURM_JOB_ID is not set). {remedy}")
     done = subprocess.run(["squeue", "--noheader", f"--jobs={job}", "--format=%D"], capture_output=True, text=True, check=False)
+    found = done.stdout.strip()
     if done.returncode:
         raise AerieError(f"squeue does not say how many nodes Slurm job {job} has: {done.stderr.strip() or describe_exit(done.returncode)}")
-    if int(done.stdout) < nodes:
-        raise AerieError(f"the target takes {nodes} nodes, Slurm job {job} has {done.stdout.strip()}. {remedy}")
+    if not found.isdigit():  # none for a job that has ended, several for a heterogeneous one
+        raise AerieError(f"squeue says of the nodes of Slurm job {job} {found!r}; expected one number. {remedy}")
+    if int(found) < nodes:
+        raise AerieError(f"the target takes {nodes} nodes, Slurm job {job} has {found}. {remedy}")
 
 
 class _OtherNodes:
