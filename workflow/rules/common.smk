@@ -40,6 +40,7 @@ FILES = [
     for file in workflow.config_settings.configfiles or workflow.configfiles
 ]
 GIVEN = dict(workflow.config_settings.config)
+UTILITIES = {"plan", "status", "gc", "verify"}
 try:
     SCHEMA = Path(workflow.basedir) / "workflow/schemas/config.schema.yaml"
     check_config(config, SCHEMA, list(map(Path, FILES)), GIVEN)
@@ -54,7 +55,7 @@ try:
     # What does not fit together is refused here, not amid a traceback.
     assert PLAN.recipes
     # By the words of the command line: Snakemake does not say yet what is asked for.
-    if not {"status", "gc", "verify"} & set(sys.argv):
+    if not (UTILITIES - {"plan"}) & set(sys.argv):
         PLAN.check_paths()
         PLAN.check_given()
 except AerieError as error:
@@ -202,9 +203,6 @@ def over_nodes(get_nodes):
         "tasks_per_gpu": where_several(lambda nodes: 0),
         "mpi": where_several(lambda nodes: "srun"),
     }
-
-
-UTILITIES = {"plan", "status", "gc", "verify"}
 
 
 def is_utility():

@@ -70,13 +70,13 @@ def check(prepared: Prepared, max_rejected: float, where: Path) -> None:
         for fate in prepared.fates
         if fate.reason and fate.reason not in NOT_COUNTED
     ]
-    reasons = by_reason(fate.reason for fate in prepared.fates if fate.reason)
+    reasons = by_reason(_reasons(prepared.fates))
     check_rejected(faulty, reasons, len(prepared.fates), max_rejected, where)
     for split in ("train", "validation"):
         if split not in prepared.chosen.values():
             raise AerieError(
-                f"no {split} sample is left of {len(prepared.fates)} rows ({reasons or 'no row was rejected'}); training needs conversations with at least two "
-                "different first messages. Add data, or look at the reasons."
+                f"no {split} sample is left of {len(prepared.fates)} rows ({reasons or 'no row was rejected'}); training needs "
+                "conversations with at least two different first messages. Add data, or look at the reasons."
             )
 
 

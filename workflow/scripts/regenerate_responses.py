@@ -15,6 +15,7 @@ Runtime: sources (the files), device, tensor_parallel, engine_options, batch_pro
 import argparse
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -91,9 +92,9 @@ def regenerate(recipe: Recipe, target: Target, sources: Sequence[Source], store:
     found = [(source, map(conversation_of, read_rows(source))) for source in sources]
     prompts, rejected = choose_prompts(found, settings["max_prompts"], settings.get("system_prompt"))
     faulty = [f"{one.source}:{one.line}: {one.detail}" for one in rejected if one.reason == "unusable row"]
-    counts = by_reason(one.detail.partition(": ")[0] if one.reason == "unusable row" else one.reason for one in rejected)
+    counts = Counter(one.detail.partition(": ")[0] if one.reason == "unusable row" else one.reason for one in rejected)
     write_rejects(in_order(rejected), work / "rejects.jsonl")
-    check_rejected(faulty, counts, len(prompts) + len(rejected), settings.get("max_rejected", 1.0), work / "rejects.jsonl")
+    check_rejected(faulty, by_reason(counts), len(prompts) + len(rejected), settings.get("max_rejected", 1.0), work / "rejects.jsonl")
     if not prompts:
         reasons = sorted({one.reason for one in rejected})
         raise AerieError(

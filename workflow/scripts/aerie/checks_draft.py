@@ -96,11 +96,10 @@ def lengths(subject: Subject) -> Finding:
             f"engine_options.max_model_len is {int(served):,}, the target has {limit:,} positions",
             "Lower max_model_len: beyond its positions a target's states mean nothing",
         )
-    answers = {dataset["name"]: dataset["max_new_tokens"] for dataset in subject.settings.get("datasets", [])}
     cut = [
-        f"dataset {name}: regenerate.max_new_tokens is {most:,}, max_length {longest[name]:,}"
-        for name, most in answers.items()
-        if most and most >= longest[name]
+        f"dataset {dataset['name']}: regenerate.max_new_tokens is {dataset['max_new_tokens']:,}, max_length {dataset['max_length']:,}"
+        for dataset in subject.settings.get("datasets", [])
+        if (dataset["max_new_tokens"] or 0) >= dataset["max_length"]
     ]
     if cut:
         return Finding(

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +111,16 @@ def _expected(rule: Rule) -> str:
     return ", ".join([" or ".join(words), *bounds]) + (", or null" if "null" in types else "")
 
 
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """The one of the known names that is like this one; "" where none is."""
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {near[0]}?" if near else ""
+
+
 def _remedy(name: str, known: list[str], rules: Rule) -> str:
     """The known key that was meant: one of this section like it, else one of this name elsewhere, else one of these."""
-    near = difflib.get_close_matches(name, known, 1)
-    if near:
-        return f"did you mean {near[0]}?"
+    if near := did_you_mean(name, known):
+        return near
     elsewhere = sorted({".".join(way) for way in _ways(rules, rules) if way[-1] == name})
     return f"it belongs to {' or '.join(elsewhere)}" if elsewhere else f"expected one of {', '.join(known)}"
 
@@ -136,9 +142,8 @@ def _ways(rule: Rule, rules: Rule, above: tuple[str, ...] = ()) -> Iterator[tupl
 def _hint(found: Any, rule: Rule) -> str:
     if not isinstance(found, str):
         return ""
-    near = difflib.get_close_matches(found, [str(one) for one in rule.get("enum", [])], 1)
-    if near:
-        return f"; did you mean {near[0]}?"
+    if near := did_you_mean(found, [str(one) for one in rule.get("enum", [])]):
+        return f"; {near}"
     if {"number", "integer"} & {*rule.get("type", [])} or rule.get("type") in ("number", "integer"):
         try:
             return f". This is text: write {float(found):g} without quotes, and 1.0e-3, not 1e-3, since YAML takes that for text"
@@ -167,9 +172,15 @@ def place_of(keys: Keys, files: Sequence[Path], given: Rule) -> str:
 def _parsed(file: Path) -> yaml.Node | None:
     """The nodes of a file of YAML or JSON; None where it cannot be read: only places are lost."""
     try:
-        node: yaml.Node | None = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
+        return _nodes(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return None
+
+
+@cache
+def _nodes(text: str) -> yaml.Node | None:
+    """Kept, since a place is asked for each draft of a target."""
+    node: yaml.Node | None = yaml.compose(text, yaml.SafeLoader)
     return node
 
 

@@ -4,12 +4,12 @@ Pure functions over the validated configuration; nothing is read but the runs ta
 """
 
 import base64
-import difflib
 import json
 import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 import yaml
 
-from .config_schema import line_of, place_of
+from .config_schema import did_you_mean, line_of, place_of
 from .drafts import draft_files
 from .errors import AerieError
 from .keys import canonical_json, digest_of
@@ -109,8 +109,7 @@ def typed_values(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {near[0]}?" if near else f"there: {', '.join(known) or 'none'}"
+    return did_you_mean(name, known) or f"there: {', '.join(known) or 'none'}"
 
 
 def _not_there(path: Path | str) -> str:
@@ -197,13 +196,11 @@ class Plan:
         Snakemake itself misses an input only where a job has to run: it would show another configuration's old results.
         """
         for keys, path in dict.fromkeys(self._named_paths()):
-            try:
+            with self._at(*keys):
                 if not self._is_made(Path(path)) and (not Path(path).exists() or _OURS & {*Path(path).parents}):
                     raise AerieError(self._missing(Path(path)))
                 if keys[::2] == ("drafts", "path"):
                     draft_files(Path(path))
-            except AerieError as error:
-                raise AerieError(f"{self.place(*keys)}: {'.'.join(map(str, keys))}: {error}") from None
 
     def check_given(self) -> None:
         """AerieError for a target, dataset or draft that `--config` alone names and no run uses: a slip of the pen would do nothing."""
@@ -219,6 +216,14 @@ class Plan:
         """The file and line, or `--config`, that a value comes from."""
         return place_of(keys, self.files, self.given)
 
+    @contextmanager
+    def _at(self, *keys: str | int) -> Iterator[None]:
+        """An AerieError inside is told with the place of these keys."""
+        try:
+            yield
+        except AerieError as error:
+            raise AerieError(f"{self.place(*keys)}: {'.'.join(map(str, keys))}: {error}") from None
+
     def _named_paths(self) -> Iterator[tuple[tuple[str | int, ...], str]]:
         """(keys, path) of every file and folder that the configuration names and a run reads."""
         for name, path in self.config["evaluation"]["prompts"].items():
@@ -229,17 +234,19 @@ class Plan:
             yield from ((("drafts", run.draft, key), draft[key]) for key in ("path", "init_from") if draft[key])
             for number, item in enumerate(self.config["datasets"][run.dataset]["sources"]):
                 keys = ("datasets", run.dataset, "sources", number)
-                try:
+                with self._at(*keys):
                     files = Source.of(item).files()
-                except AerieError as error:
-                    raise AerieError(f"{self.place(*keys)}: {'.'.join(map(str, keys))}: {error}") from None
                 # The preflight looks at the sources of every run, and would have a download fetched.
                 yield from ((keys, str(file)) for file in files if self.needs_dataset(run) or _DOWNLOADS in file.parents)
 
+    @cached_property
+    def _made(self) -> dict[Path, str]:
+        """{folder: stage that makes it} below results/."""
+        return {Path("results") / _MADE_IN[stage] / name: stage for stage, name in self.recipes if stage in _MADE_IN}
+
     def _is_made(self, path: Path) -> bool:
         """Whether a stage of some run makes a file, or the folder of a draft."""
-        made = {Path("results") / _MADE_IN[stage] / name: stage for stage, name in self.recipes if stage in _MADE_IN}
-        return made.get(path) == "train_draft" or any(made.get(folder) not in (None, "train_draft") for folder in path.parents)
+        return self._made.get(path) == "train_draft" or any(self._made.get(folder) not in (None, "train_draft") for folder in path.parents)
 
     def _missing(self, path: Path) -> str:
         """What to say of a file or folder that is not there: the download or run that was meant, where it is one's."""

@@ -16,8 +16,6 @@ from . import cli
 from .errors import AerieError
 
 LOCKS = Path("/tmp/aerie-gpus")  # not TMPDIR, which differs between jobs and users that must meet here
-
-
 _REMEDY = "Lower the target's tensor_parallel or the draft's training.gpus, or take a host that has so many."
 
 

@@ -9,7 +9,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from . import nodes
-from .errors import AerieError, Terminated, describe
+from .errors import AerieError, describe
 from .extraction import Failure, Job, Outcome, SampleSet
 from .hidden_states import HiddenStateStore
 from .progress import Progress
@@ -151,7 +151,7 @@ def run(llm: "LLM", samples: SampleSet, outcome: Outcome) -> None:
             if stopped:
                 cause = stopped
                 break
-    except (AerieError, Terminated):
+    except AerieError:
         raise  # what there is is written when the engine is shut down: workers in the midst of a step would answer for that step
     except Exception as error:  # noqa: BLE001 - goes into the account
         cause, trace = f"the engine failed: {describe(error)}", traceback.format_exc()

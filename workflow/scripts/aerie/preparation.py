@@ -298,9 +298,9 @@ def write_rejects(rejects: Iterable[Mapping[str, Any]], path: Path) -> None:
         file.writelines(json.dumps(reject) + "\n" for reject in rejects)
 
 
-def by_reason(reasons: Iterable[str]) -> str:
-    """How often each reason is there, for a person."""
-    return ", ".join(f"{count:,} × {reason}" for reason, count in sorted(Counter(reasons).items()))
+def by_reason(counts: Mapping[str, int]) -> str:
+    """{reason: rows} for a person."""
+    return ", ".join(f"{count:,} × {reason}" for reason, count in sorted(counts.items()))
 
 
 def check_rejected(faulty: Sequence[str], reasons: str, rows: int, max_rejected: float, where: Path) -> None:

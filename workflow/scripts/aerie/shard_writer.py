@@ -188,4 +188,5 @@ class ShardWriter:
         layers = [layer for layer, good in zip(self._capture.layer_ids, finite.tolist(), strict=True) if not good]
         dtype = self._capture.compute_dtype
         wider = "" if dtype == "float32" else "set the target's dtype to float32, or "
-        return f"its states at layer ids {layers} hold infinities or NaN ({self._capture.engine}, dtype {dtype}): {wider}check the target's weights"
+        where = f"its states at layer ids {layers} hold infinities or NaN ({self._capture.engine}, dtype {dtype})"
+        return f"{where}: {wider}check the target's weights"
