@@ -22,7 +22,7 @@ import extract_hidden_states
 import find_missing_states
 import index_hidden_states
 from aerie.errors import AerieError
-from aerie.extraction import Job, SampleSet
+from aerie.extraction import Failure, Job, Outcome, SampleSet
 from aerie.hidden_states import HiddenStateStore, StatesIndex
 from aerie.samples import Sample, write_samples
 from aerie.targets import Target, fingerprint
@@ -210,7 +210,7 @@ class Workplace:
         self.root, self.target, self.store_root = root, target, root / "store"
         self.states = root / "states"
         self.store_root.mkdir(exist_ok=True)
-        recipe = {
+        self.recipe: dict[str, Any] = {
             "stage": "extract_hidden_states",
             "version": 1,
             "settings": {
@@ -222,12 +222,16 @@ class Workplace:
             },
             "runtime": {"device": "cpu", "gpus": 0, "engine_options": {}, "shard_bytes": 100_000, **runtime},
         }
-        (root / "recipe.json").write_text(json.dumps(recipe))
+        self.set_runtime()
         (root / "dataset").mkdir()
         write_samples(samples, root / "dataset" / "samples")
         (root / "dataset" / "manifest.json").write_text(json.dumps({"key": "dataset", "digest": "dataset"}))
         layers = (*target.aux_layer_ids(None), target.num_layers)
         self.store = HiddenStateStore(self.store_root, Job(target, layers, "float32", "float32", engine).capture_key)
+
+    def set_runtime(self, **changes):
+        self.recipe["runtime"] |= changes
+        (self.root / "recipe.json").write_text(json.dumps(self.recipe))
 
     def arguments(self, output, *others):
         common = [
@@ -352,6 +356,68 @@ def test_a_failing_target_names_its_samples(targets, tmp_path):
         place.extract()
     assert all(sample.key in str(report.value) for sample in samples)
     assert place.store.known().empty and not (place.states / "part-0-of-1.parquet").exists()
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_a_few_samples_without_finite_states_may_be_left_out(tmp_path, monkeypatch, engine):
+    """They are named and not tried each time; those computed in the same batch have their right states."""
+    from safetensors.torch import load_file, save_file
+
+    poison = 299  # a token that no other sample has
+    samples = make_samples(40, 50)
+    for i in (5, 25):
+        ids = samples[i].input_ids
+        samples[i] = Sample([*ids[:30], poison, *ids[31:]], [0] + [1] * (len(ids) - 1), "test")
+    bad = sorted([samples[5].key, samples[25].key])
+
+    make_tiny_llama(tmp_path / "tiny")
+    weights = tmp_path / "tiny" / "model.safetensors"
+    values = load_file(weights)
+    values["model.embed_tokens.weight"][poison] = float("inf")
+    save_file(values, weights, {"format": "pt"})
+    (tmp_path / "tiny.json").write_text(json.dumps(fingerprint("tiny", {"path": str(tmp_path / "tiny")}, False, tmp_path / "hashes")))
+    target = Target.read(tmp_path / "tiny.json")
+
+    reused = {"max_num_seqs": 2, "num_gpu_blocks_override": 8} if engine == "vllm" else {}  # the cache's blocks, by other samples
+    place = Workplace(tmp_path, target, samples, engine, max_failed=0.04, engine_options=reused)
+    assert len(place.find()) == 40
+    with pytest.raises(AerieError, match=r"2 of 40 samples have no hidden states(.|\n)*raise extraction.max_failed") as report:
+        place.extract()
+    assert all(key in str(report.value) for key in bad)
+    assert sorted(place.store.failed()) == bad and len(place.store.known()) == 38
+
+    # Nobody opens the target for them again once so many may fail.
+    place.set_runtime(max_failed=0.05)
+    with monkeypatch.context() as patched:
+        patched.setattr(extract_hidden_states, "extract", None)
+        assert place.find().empty
+        place.extract()
+    index = place.index()
+    keys = index.keys()
+    assert index.failed == set(bad) and sorted(keys) == sorted(sample.key for sample in samples if sample.key not in bad)
+    manifest = json.loads((place.states / "manifest.json").read_text())
+    assert manifest["figures"]["failed"] == 2 and "infinities" in manifest["failed"][bad[0]]
+    model, layers = reference_model(target), target.aux_layer_ids(None)
+    for key in keys:
+        with torch.no_grad():
+            plain = model(torch.as_tensor(index.token_ids(key)).long()[None], output_hidden_states=True)
+        assert all(error(index.states(key)[:, at], plain.hidden_states[layer][0]) < 1e-5 for at, layer in enumerate(layers))
+
+    place.set_runtime(max_failed=0.04)
+    assert sorted(place.find()["sample_key"]) == bad
+    with pytest.raises(AerieError, match=f"2 of 40 samples have no hidden states, and extraction.max_failed is 0.04 of them: {bad[0]}"):
+        place.index()
+
+
+def test_failures_of_earlier_attempts_count():
+    """Of 40 samples 2 may fail: one did before, so one more may, and not two."""
+    outcome = Outcome(written={"d": "shard"}, failed={key: Failure(key, "not finite", its_own=True) for key in "ab"})
+    outcome.raise_failures(0.05 * 40)
+    with pytest.raises(AerieError, match="2 of 3 samples have no hidden states"):
+        outcome.raise_failures(0.05 * 40 - 1)
+    outcome.add({}, [Failure("c", "the engine failed", "Traceback")])
+    with pytest.raises(AerieError, match="1 × the engine failed"):
+        outcome.raise_failures(0.5 * 40)
 
 
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.long)])

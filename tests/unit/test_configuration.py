@@ -257,7 +257,13 @@ def test_a_version_is_part_of_the_recipe(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ("run\ttarget\n", r"runs\.tsv:1: found the columns run, target"),
+        ("run\ttarget\n", r"runs\.tsv:1: found run \| target; expected, separated by tabs, run, target, dataset, draft"),
+        ("run\ttarget\tdata\tdraft\na\tt\td\tbig\n", r"runs\.tsv:1: found the columns run, target, data, draft"),
+        (
+            "\ufeffrun\ttarget\tdataset\tdraft\r\n# one\r\n\r\na\tt\td\tbig # mine\r\na\tt\td\r\n",
+            r"runs\.tsv:5: found a \| t \| d; expected",
+        ),
+        ("# ours\n\nrun\ttarget\tdataset\tdraft\n# the first\na\tt\td\tbig\n\nb\tno\td\tbig\n", r"runs\.tsv:7: target 'no' is not"),
         ("run\ttarget\tdataset\tdraft\n", "no run"),
         ("run\ttarget\tdataset\tdraft\na\tt\td\tbig\na\tt\td\tbig\n", r"runs\.tsv:3: run 'a' is there twice"),
         ("run\ttarget\tdataset\tdraft\n../a\tt\td\tbig\n", r"runs\.tsv:2: run '\.\./a'"),
@@ -265,7 +271,7 @@ def test_a_version_is_part_of_the_recipe(tmp_path):
             "run\ttarget\tdataset\tdraft\na\tnone\td\tbig\n",
             r"runs\.tsv:2: target 'none' is not in the configuration's targets \(there: t\)",
         ),
-        ("", "not a table"),
+        ("", "no run; expected a header of run, target"),
     ],
 )
 def test_bad_runs_name_file_and_line(tmp_path, rows, message):

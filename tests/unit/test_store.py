@@ -307,6 +307,16 @@ def test_shards_go_whole_or_stay():
     assert not found().garbage
 
 
+def test_notes_of_failed_samples_go_with_their_capture():
+    store, samples, _ = make_states("float32")
+    use_samples(store, samples)
+    unused = hs.HiddenStateStore(STORE, "f" * 64)
+    for one in (store, unused):
+        one.note_failed({"0" * 32: "its states hold NaN"})
+    [garbage] = found().garbage
+    assert garbage.path == unused.folder / "failed" / f"{'0' * 32}.txt"
+
+
 def test_states_that_a_job_takes_up_after_the_listing_stay():
     store, samples, used = make_states("float32")
     _, others, also = make_states("float32", seed=1)

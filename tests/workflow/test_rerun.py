@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from aerie.hidden_states import HiddenStateStore
 from tiny_targets import make_tiny_llama
 from tiny_workflow import Result, TinyWorkflow, kill
 
@@ -61,6 +62,31 @@ def test_an_edit_plans_the_stages_that_may_change(llama, edit, rules):
     edit(llama.config)
     llama.write()
     assert set(llama.plan()) == rules | {"build_report", *RECIPE}
+
+
+def test_samples_that_failed_are_left_out_of_training(llama):
+    """One of the store's samples is lost, and noted as one that the target has no states for."""
+    before = llama.manifest("hidden_states", "tiny", "talk", "default_float32")
+    store = HiddenStateStore(llama.folder / "results/.store", before["capture_key"])
+    shard = store.shards()[0]
+    shard.path.unlink()
+    store.note_failed({shard.keys[0]: "its states hold NaN"})
+    llama.config["extraction"] = {"max_failed": 0.1}
+    llama.write()
+    states = ("extract_hidden_states", "tiny/talk/default_float32")
+    with contextlib.chdir(llama.folder):
+        planner = llama.planner()
+        assert planner.extraction(states).missing_samples == len(shard.keys) - 1
+        assert "; 1 failed and are left out" in "\n".join(planner.lines())
+        foreseen = planner.key(("train_draft", "a"))
+    result = llama.run()
+    assert result.code == 0 and "1 failed before and are left out" in result.text, result.text
+    after = llama.manifest("hidden_states", "tiny", "talk", "default_float32")
+    assert after["figures"]["samples"] == before["figures"]["samples"] - 1
+    assert after["failed"] == {shard.keys[0]: "its states hold NaN"}
+    assert llama.manifest("drafts", "a")["key"] == foreseen
+    log = (llama.folder / "results/logs/train_draft/a.log").read_text()
+    assert f"left out: 1 of {before['figures']['samples']} samples, which have no hidden states" in log
 
 
 def test_a_pilot_is_not_examined_again_and_what_follows_a_pilot_is(llama):

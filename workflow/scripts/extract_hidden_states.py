@@ -40,6 +40,8 @@ def main(args: argparse.Namespace) -> None:
     missing = pd.read_parquet(args.missing)["sample_key"].to_list()
     wanted = {key for key in missing if part_of(key, args.parts) == args.part}
     if wanted:
+        samples = SampleSet.of_dataset(args.dataset)
+        total = len(set(samples.keys))
         with store.locked(bucket_of(key) for key in wanted):
             # Another process may have extracted some since the table was made.
             lacking = wanted - set(store.known(remember=True)["sample_key"].to_list())
@@ -47,32 +49,35 @@ def main(args: argparse.Namespace) -> None:
                 cli.say(
                     f"hidden states: {len(wanted) - len(lacking):,} of the {len(wanted):,} samples were written meanwhile or by an earlier attempt"
                 )
-            if lacking:
-                samples = samples_of(args.dataset, lacking)
+            failed = job.given_up(store, lacking, total)
+            if lacking - set(failed):
+                samples = choose(samples, lacking - set(failed), args.dataset)
                 job.check_disk(len(samples), int(samples.tokens.sum()), args.store)
                 store.remove_stale()
                 attempt = store.folder / "attempts" / time.strftime(f"%Y%m%dT%H%M%S-part-{args.part}-of-{args.parts}.log", time.gmtime())
                 with kept_log(args.log, attempt), lease(recipe.runtime["gpus"], args.gpus, nodes=job.nodes):
-                    extract(job, samples, store).raise_failures()
+                    outcome = extract(job, samples, store)
+                    store.note_failed({failure.key: failure.cause for failure in outcome.failed.values() if failure.its_own})
+                    outcome.raise_failures(job.max_failed * total - len(failed))
     known = store.known(remember=True)
     found = known[among(known["sample_key"], wanted)].sort_values("sample_key", ignore_index=True)
-    if len(found) != len(wanted):
-        raise AerieError(
-            f"{len(wanted) - len(found):,} of {len(wanted):,} samples were written and are not in {store.folder}. Check the disk."
-        )
+    lost = wanted - set(found["sample_key"].to_list())
+    if lost and lost - set(job.given_up(store, lost, total)):
+        raise AerieError(f"{len(lost):,} of {len(wanted):,} samples were written and are not in {store.folder}. Check the disk.")
     write_table(found.drop(columns="seconds"), args.output)
-    cli.say(f"hidden states: part {args.part} of {args.parts} is complete, {len(wanted):,} samples")
+    without = f", {len(lost):,} of them without states" if lost else ""
+    cli.say(f"hidden states: part {args.part} of {args.parts} is complete, {len(wanted):,} samples{without}")
 
 
-def samples_of(dataset: Path, keys: set[str]) -> SampleSet:
-    """The dataset's samples with these keys; AerieError where it lacks one."""
-    samples = SampleSet.of_dataset(dataset).chosen(keys)
-    unknown = keys - set(samples.keys)
+def choose(samples: SampleSet, keys: set[str], dataset: Path) -> SampleSet:
+    """The samples with these keys; AerieError where the dataset lacks one."""
+    chosen = samples.chosen(keys)
+    unknown = keys - set(chosen.keys)
     if unknown:
         raise AerieError(
             f"{len(unknown):,} missing samples are not in {dataset} ({min(unknown)}, …): it has changed since. Run snakemake again."
         )
-    return samples
+    return chosen
 
 
 def extract(job: Job, samples: SampleSet, store: HiddenStateStore) -> Outcome:

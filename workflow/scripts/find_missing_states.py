@@ -31,12 +31,16 @@ def main(args: argparse.Namespace) -> None:
     open_store(args.store)
     dataset = f"prepare_dataset/{read_manifest(args.dataset)['key']}"
     record_use(args.store, args.recipe, Use(captures={job.capture_key: dataset}))
-    known = set(HiddenStateStore(args.store, job.capture_key).known(remember=True)["sample_key"].to_list())
+    store = HiddenStateStore(args.store, job.capture_key)
+    known = set(store.known(remember=True)["sample_key"].to_list())
     wanted = pd.DataFrame({"sample_key": samples.keys, "tokens": samples.tokens}).drop_duplicates("sample_key")
-    missing = wanted[~among(wanted["sample_key"], known)].sort_values("sample_key", ignore_index=True)
+    lacking = wanted[~among(wanted["sample_key"], known)].sort_values("sample_key", ignore_index=True)
+    failed = job.given_up(store, lacking["sample_key"], len(wanted))
+    missing = lacking[~among(lacking["sample_key"], failed)]
     write_table(missing, args.output)
-    found, tokens = len(wanted) - len(missing), int(missing["tokens"].sum())
-    cli.say(f"hidden states: {found:,} of {len(wanted):,} samples are in the store, {tokens:,} tokens to extract")
+    found, tokens = len(wanted) - len(lacking), int(missing["tokens"].sum())
+    without = f"; {len(failed):,} failed before and are left out" if failed else ""
+    cli.say(f"hidden states: {found:,} of {len(wanted):,} samples are in the store, {tokens:,} tokens to extract{without}")
     job.check_disk(len(missing), tokens, args.store)
 
 

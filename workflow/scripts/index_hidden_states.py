@@ -32,7 +32,10 @@ def main(args: argparse.Namespace) -> None:
     job = Job.of(recipe, target)
     keys = sorted(set(SampleSet.of_dataset(args.dataset).keys))
     store = HiddenStateStore(args.store, job.capture_key)
-    found = pick(store.known(), keys)
+    known = store.known()
+    failed = without_states(job, store, set(keys) - set(known["sample_key"].to_list()), len(keys))
+    keys = [key for key in keys if key not in failed]
+    found = pick(known, keys)
     index = found.drop(columns="seconds")
     store.verify_token_ids(index)
     path = args.output / "index.parquet"
@@ -50,11 +53,23 @@ def main(args: argparse.Namespace) -> None:
         "runtime": recipe.runtime,
         "inputs": {"target": target.digest, "dataset": read_manifest(args.dataset)["digest"]},
         "files": {"index.parquet": {"sha256": file_sha256(path), "bytes": path.stat().st_size}},
-        "figures": counts,
+        "figures": counts | {"failed": len(failed)},
+        "failed": failed,
         "versions": versions(),
         "seconds": counts["seconds"],  # of the extraction: the same whenever the index is made anew
     }
     write_atomically(args.output / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+
+
+def without_states(job: Job, store: HiddenStateStore, lacking: set[str], samples: int) -> dict[str, str]:
+    """{sample key: cause} of those that have no states and are left out; AerieError where more failed than may."""
+    failed, left_out = sorted(store.failed() & lacking), job.given_up(store, lacking, samples)
+    if failed and not left_out:
+        raise AerieError(
+            f"{len(failed):,} of {samples:,} samples have no hidden states, and extraction.max_failed is {job.max_failed:g} of them: "
+            f"{failed[0]} ({store.why_failed(failed[0])}), …. Raise extraction.max_failed to go on without them."
+        )
+    return left_out
 
 
 def pick(known: pd.DataFrame, keys: list[str]) -> pd.DataFrame:

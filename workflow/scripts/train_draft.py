@@ -38,6 +38,9 @@ def main(args: argparse.Namespace) -> None:
 
         samples = load_samples(args.dataset)
         states = StatesIndex(args.hidden_states, args.store)
+        if states.failed:
+            cli.say(f"train_draft: left out: {len(states.failed):,} of {len(samples):,} samples, which have no hidden states")
+            samples = samples.select([i for i, key in enumerate(samples["sample_key"]) if key not in states.failed])
         vocab_map = load_map(args.vocab_map, target.vocab_size)
         settings = recipe.settings | {"aux_layer_ids": target.aux_layer_ids(recipe.settings["aux_layer_ids"])}
         with lease(recipe.runtime["gpus"], args.gpus):

@@ -4,6 +4,7 @@ Pure functions over the validated configuration; nothing is read but the runs ta
 """
 
 import base64
+import csv
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,16 +73,22 @@ def engine_versions() -> dict[str, str]:
 
 def read_runs(path: Path, config: dict[str, Any]) -> dict[str, Run]:
     """The runs by name; AerieError, naming file and line, for a bad row."""
-    try:
-        table = pd.read_csv(path, sep="\t", dtype=str, comment="#", keep_default_na=False)
-    except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
-        raise AerieError(f"{path}: not a table ({error}); expected tab-separated columns {', '.join(_COLUMNS)}") from error
+    plain = [line.split("#")[0].rstrip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+    lines = {number: line for number, line in enumerate(plain, 1) if line}
+    for number, line in lines.items():
+        if line.count("\t") != len(_COLUMNS) - 1:
+            found = line.replace("\t", " | ")
+            raise AerieError(f"{path}:{number}: found {found}; expected, separated by tabs, {', '.join(_COLUMNS)}")
+    if len(lines) < 2:
+        raise AerieError(f"{path}: no run; expected a header of {', '.join(_COLUMNS)}, separated by tabs, and at least one row below it")
+    table = pd.read_csv(StringIO("\n".join(lines.values())), sep="\t", dtype=str, keep_default_na=False, quoting=csv.QUOTE_NONE)
+    header, *numbers = lines
     if list(table.columns) != _COLUMNS:
-        raise AerieError(f"{path}:1: found the columns {', '.join(table.columns)}; expected, separated by tabs, {', '.join(_COLUMNS)}")
-    if table.empty:
-        raise AerieError(f"{path}: no run; expected at least one row below the header")
+        raise AerieError(
+            f"{path}:{header}: found the columns {', '.join(table.columns)}; expected, separated by tabs, {', '.join(_COLUMNS)}"
+        )
     runs: dict[str, Run] = {}
-    for number, row in enumerate(table.itertuples(index=False), 2):
+    for number, row in zip(numbers, table.itertuples(index=False), strict=True):
         run = Run(*row)
         if not _NAME.fullmatch(run.run):
             raise AerieError(f"{path}:{number}: run {run.run!r}; expected a name of letters, digits, '.', '_' and '-'")
@@ -450,7 +458,8 @@ class Plan:
 
     def _extract_runtime(self, run: Run) -> dict[str, Any]:
         # The states live in the store alone: another store is to be looked through again.
-        return self.engine(run.target) | {"parts": self.parts(), "store": self.config["store"]}
+        tolerated = self.config["extraction"]["max_failed"]
+        return self.engine(run.target) | {"parts": self.parts(), "store": self.config["store"], "max_failed": tolerated}
 
     def _train(self, run: Run) -> dict[str, Any]:
         draft = self.draft(run)

@@ -1,16 +1,17 @@
 """What the two extraction engines share: the job, its samples, and the account of what became of each of them."""
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from . import cli
 from .engine_choice import choose_engine
 from .errors import AerieError, ProcessFailed, describe
-from .hidden_states import VERSION, Capture, capture_key, row_bytes
+from .hidden_states import VERSION, Capture, HiddenStateStore, capture_key, row_bytes
 from .keys import sample_key
 from .provenance import provenance
 from .samples import load_samples
@@ -28,6 +29,7 @@ class Job:
 
     layer_ids: vLLM's numbering: k < n is the input of decoder layer k, n the last layer's output before the final norm.
     engine_options: passed to vLLM's LLM(), or for transformers {"batch_tokens": padded tokens of a batch}.
+    max_failed: share of a dataset's samples that may be without states because theirs are not finite.
     """
 
     target: Target
@@ -41,6 +43,7 @@ class Job:
     value_options: dict[str, Any] = field(default_factory=dict)
     shard_bytes: int = SHARD_BYTES
     nodes: int = 1
+    max_failed: float = 0.0
 
     def __post_init__(self) -> None:
         layers = self.target.num_layers
@@ -71,6 +74,7 @@ class Job:
             engine_options=options,
             shard_bytes=runtime.get("shard_bytes", SHARD_BYTES),
             nodes=runtime.get("nodes", 1),
+            max_failed=runtime.get("max_failed", 0.0),
         )
 
     @property
@@ -96,6 +100,15 @@ class Job:
                 f"the hidden states of {samples:,} samples take {size_text(needed)}, {store} has {size_text(free)} free. "
                 "Make room (`snakemake gc`), set another store, fewer max_samples, or stored_dtype float8."
             )
+
+    def given_up(self, store: HiddenStateStore, lacking: Collection[str], samples: int) -> dict[str, str]:
+        """Of the samples that the store lacks, those that are not tried again, and why each failed; `samples`: of the dataset.
+
+        All that failed before, if so many may; else none.
+        """
+        failed = store.failed()
+        found = sorted(failed & set(lacking)) if failed else []
+        return {key: store.why_failed(key) for key in found} if len(found) <= self.max_failed * samples else {}
 
     def capture(self) -> Capture:
         origin = provenance()
@@ -166,11 +179,15 @@ class SampleSet:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a sample has no states; `trace` is the traceback, where there was an exception."""
+    """Why a sample has no states.
+
+    trace: the traceback, where there was an exception. its_own: the sample itself has none; the others go on without it.
+    """
 
     key: str
     cause: str
     trace: str = ""
+    its_own: bool = False
 
     @classmethod
     def of(cls, key: str, error: BaseException) -> "Failure":
@@ -210,8 +227,11 @@ class Outcome:
                 self.failed[key] = Failure(key, cause, trace)
         return self
 
-    def raise_failures(self) -> None:
-        """AerieError that lists the causes, most frequent first, with the samples of each."""
+    def raise_failures(self, tolerated: float = 0) -> None:
+        """AerieError that lists the causes, most frequent first, with the samples of each.
+
+        Only a warning where at most `tolerated` samples failed, each of its own.
+        """
         if not self.failed:
             return
         causes: dict[str, list[Failure]] = {}
@@ -222,5 +242,10 @@ class Outcome:
             shown = ", ".join(failure.key for failure in failures[:5]) + (", …" if len(failures) > 5 else "")
             lines.append(f"{len(failures):,} × {cause}\n  samples {shown}")
             print(failures[0].trace or cause, flush=True)  # to the log
-        kind = ProcessFailed if any(failure.trace for failure in self.failed.values()) else AerieError
-        raise kind("\n".join(lines))
+        text, their_own = "\n".join(lines), all(failure.its_own for failure in self.failed.values())
+        if their_own and len(self.failed) <= tolerated:
+            cli.say(f"warning: {text}\nThey are left out (extraction.max_failed).")
+        elif their_own:
+            raise AerieError(f"{text}\nTo go on without them, raise extraction.max_failed, the share of the dataset that may fail.")
+        else:
+            raise (ProcessFailed if any(failure.trace for failure in self.failed.values()) else AerieError)(text)

@@ -115,6 +115,8 @@ def find(store: Path, plan: Plan) -> Findings:
         wanted = kept.samples.get(folder.name, set())
         if wanted is not None:
             _shards(folder, wanted, now, findings)
+        if folder.name not in kept.samples:
+            garbage += [Garbage(path, path.stat().st_size, now - path.stat().st_mtime) for path in sorted(_notes(folder))]
     for path in sorted((store / "damaged").rglob("*")):
         if path.is_file():
             garbage.append(Garbage(path, path.stat().st_size, now - path.stat().st_mtime))
@@ -140,6 +142,12 @@ def _answers(store: Path, kept: References, now: float) -> Iterator[Garbage]:
 
 def _newest(folder: Path) -> float:
     return max(path.stat().st_mtime for path in [folder, *folder.rglob("*")])
+
+
+def _notes(folder: Path) -> Iterator[Path]:
+    """What lies beside a capture's shards: the logs of attempts, and why samples failed."""
+    for name in ("attempts", "failed"):
+        yield from (folder / name).glob("*")
 
 
 def _shards(folder: Path, wanted: set[str], now: float, findings: Findings) -> None:

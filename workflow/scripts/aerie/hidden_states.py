@@ -34,7 +34,7 @@ import pandas as pd
 
 from . import cli
 from .errors import AerieError
-from .files import is_damage, replacing, sync_folder
+from .files import is_damage, replacing, sync_folder, write_atomically
 from .keys import canonical_json, digest_of, file_sha256, sample_key
 from .stage import read_manifest
 
@@ -53,6 +53,7 @@ _HEADER_BYTES = 16384  # one read takes an ordinary header
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _STALE_SECONDS = 60
 _LOOKUP = ".lookup.parquet"  # in a capture's folder: what the last lookup read of its shards
+_FAILED = "failed"  # in a capture's folder: a text for each sample that has no states
 _CHECKED_BYTES = 64 * 2**20
 REMEDY = "Delete this shard and run `snakemake --forcerun find_missing_states`; only its samples are extracted anew."
 
@@ -405,6 +406,23 @@ class HiddenStateStore:
             raise
         return path
 
+    def failed(self) -> set[str]:
+        """Keys of the samples that `note_failed` noted."""
+        with suppress(FileNotFoundError):
+            return {path.stem for path in (self.folder / _FAILED).iterdir() if path.suffix == ".txt"}
+        return set()
+
+    def why_failed(self, key: str) -> str:
+        """The cause noted for a failed sample."""
+        return (self.folder / _FAILED / f"{key}.txt").read_text().strip()
+
+    def note_failed(self, causes: Mapping[str, str]) -> None:
+        """Notes {sample key: cause} of samples for which the target has no states, so that they need not be tried each time."""
+        folder = self.folder / _FAILED
+        folder.mkdir(parents=True, exist_ok=True)
+        for key, cause in causes.items():
+            write_atomically(folder / f"{key}.txt", f"{cause}\n")
+
     def verify_token_ids(self, table: pd.DataFrame) -> None:
         """Checks the token ids of the samples that a `known` table lists; DamagedShard where they are not the key's."""
         samples: dict[str, list[tuple[str, int]]] = {}
@@ -541,6 +559,7 @@ class StatesIndex:
         self.capture_key: str = manifest["capture_key"]
         self.digest: str = manifest["digest"]
         self.layer_ids: list[int] = manifest["layer_ids"]
+        self.failed: set[str] = set(manifest.get("failed", ()))  # the dataset's samples that have no states
         self.stored_dtype: str = manifest["settings"]["stored_dtype"]
         self.max_open = max_open
         self._store = HiddenStateStore(store_root, self.capture_key)

@@ -170,7 +170,7 @@ class ShardWriter:
                 if bool(sample.slot.finite.all()):
                     ready.append(StoredSample(sample.key, sample.token_ids, sample.slot.states, sample.slot.scales))
                 else:
-                    failures.append(Failure(sample.key, self._not_finite(sample.slot.finite)))
+                    failures.append(Failure(sample.key, self._not_finite(sample.slot.finite), its_own=True))
             if ready:
                 name = self._store.write_shard(self._capture, ready, seconds).name
                 written = {sample.key: name for sample in ready}
