@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +22,18 @@ from aerie.files import replacing, write_atomically
 from aerie.keys import sample_key
 from aerie.samples import Sample, write_samples
 from aerie.stage import Recipe, StageResult, run_stage
-from aerie.store import LAYOUT, RecipeName, Use, check_layout, open_store, record_use, register, root_folder, roots
+from aerie.store import (
+    LAYOUT,
+    RecipeName,
+    Use,
+    check_layout,
+    keep_open_to_group,
+    open_store,
+    record_use,
+    register,
+    root_folder,
+    roots,
+)
 
 STORE = Path("results/.store")
 NO_PLAN: Any = SimpleNamespace(recipes={}, recipe_names=lambda: [])
@@ -36,8 +48,8 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "here"
 
 
-def make(stage, name, number, inputs=None, store=STORE):
-    """Runs a stage that writes a number; returns its recipe's name and its object's folder."""
+def make(stage, name, number, inputs=None, store=STORE, private=False):
+    """Runs a stage that writes a number, privately as safetensors does; returns its recipe's name and its object's folder."""
     digest = f"{number:016x}"
     path = Path(f"results/.recipes/{stage}/{name}/{digest}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,6 +57,8 @@ def make(stage, name, number, inputs=None, store=STORE):
 
     def compute(work, out):
         (out / "number.txt").write_text(str(number))
+        if private:
+            (out / "number.txt").chmod(0o600)
         return StageResult()
 
     manifest = run_stage(Recipe.read(path), 1, inputs or {}, Path("results/out"), store, compute)
@@ -117,6 +131,23 @@ def test_a_store_from_before_layouts_had_versions_is_taken_up():
     (STORE / "hidden_states").mkdir(parents=True)
     open_store(STORE)
     assert (STORE / "layout.json").exists()
+
+
+@pytest.mark.parametrize(("mode", "shared"), [(0o2775, True), (0o755, False)])
+def test_what_is_made_in_a_store_of_a_group_is_the_groups(mode, shared):
+    STORE.mkdir(parents=True)
+    STORE.chmod(mode)
+    umask = os.umask(0o027)
+    try:
+        keep_open_to_group(STORE)
+        make("square", "a", 1, private=True)
+        make_states("float32")
+    finally:
+        os.umask(umask)
+    paths = list(STORE.rglob("*"))
+    assert {path.suffix for path in paths} >= {".txt", ".json", ".safetensors"}
+    assert {bool(path.stat().st_mode & stat.S_IWGRP) for path in paths} == {shared}
+    assert all(path.stat().st_mode & stat.S_IRGRP for path in paths)
 
 
 # --- roots and garbage ------------------------------------------------------------------------------------------------

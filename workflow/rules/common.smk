@@ -26,7 +26,7 @@ from aerie.files import end_future
 from aerie.preflight import covers
 from aerie.sources import Source
 from aerie.stage import input_digests, is_in_store, last_recipe
-from aerie.store import command_words, register
+from aerie.store import command_words, keep_open_to_group, register
 from aerie.targets import PATTERNS
 
 # Rules call the commands by name; they run with Snakemake's interpreter, whether or not its environment is activated.
@@ -60,6 +60,7 @@ try:
         PLAN.check_given()
 except AerieError as error:
     raise WorkflowError(str(error))
+keep_open_to_group(Path(config["store"]))
 # By what the targets ask for: a cluster's login node has no GPU.
 PLATFORM = "cuda" if any(map(PLAN.gpus, config["targets"])) else "cpu"
 ENVIRONMENT = f"{workflow.basedir}/envs/{PLATFORM}.yaml"

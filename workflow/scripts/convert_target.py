@@ -46,7 +46,6 @@ def convert(gguf: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(**source, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)
 
 
 def mend_pre_tokenizer(tokenizer: "PreTrainedTokenizerBase", gguf: Path) -> None:

@@ -85,7 +85,7 @@ def run(main: Callable[[argparse.Namespace], None], made: argparse.ArgumentParse
         args.log.parent.mkdir(parents=True, exist_ok=True)
         args.log.unlink(missing_ok=True)  # an earlier attempt's log may be kept under another name
         _terminal = os.fdopen(os.dup(2), "w", buffering=1)
-        log = os.open(args.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+        log = os.open(args.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)

@@ -157,8 +157,9 @@ def run(llm: "LLM", samples: SampleSet, outcome: Outcome) -> None:
         cause, trace = f"the engine failed: {describe(error)}", traceback.format_exc()
     try:
         _account(llm, outcome, flush=True)
-    except Exception as error:  # noqa: BLE001 - an engine that is broken may not answer
-        cause += f"; then it did not answer: {describe(error)}"
+    except Exception as error:  # noqa: BLE001 - goes into the account
+        if not trace:  # else the engine is broken, and that it does not answer says no more
+            cause, trace = f"the engine failed: {describe(error)}", traceback.format_exc()
     outcome.close(samples.keys, cause, trace)
     waited = f"{outcome.seconds.get('waiting', 0):.1f} s"
     progress.done(written=len(outcome.written), failed=len(outcome.failed), waited_for_disk=waited)

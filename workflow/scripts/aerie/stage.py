@@ -162,7 +162,9 @@ def _compute(
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
         "seconds": round(time.monotonic() - clock, 3),
     } | provenance()
+    usual = out.stat().st_mode & 0o666
     for path in paths:
+        path.chmod(usual)  # safetensors makes files that only their owner may read
         sync_file(path)
     write_atomically(partial / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True) + "\n")
 

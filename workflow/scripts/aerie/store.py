@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import shlex
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +61,12 @@ def open_store(store: Path) -> None:
     if not (store / "layout.json").exists():
         store.mkdir(parents=True, exist_ok=True)
         write_atomically(store / "layout.json", json.dumps({"layout": LAYOUT}) + "\n")
+
+
+def keep_open_to_group(store: Path) -> None:
+    """Where the store's folder may be written to by its group, so may what this process and its children make from now on."""
+    if store.exists() and store.stat().st_mode & stat.S_IWGRP:
+        os.umask(os.umask(0o022) & ~stat.S_IRWXG)
 
 
 class RecipeName(NamedTuple):
