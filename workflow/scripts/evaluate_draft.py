@@ -29,7 +29,7 @@ from aerie.devices import lease
 from aerie.errors import AerieError, ProcessFailed, describe_exit
 from aerie.evaluation import ENGINES, EngineRun, Pass, PassResult, PromptSets, planned_passes
 from aerie.keys import digest_of
-from aerie.progress import Progress, duration, passed_on
+from aerie.progress import Progress, loading, passed_on
 from aerie.provenance import versions
 from aerie.stage import Recipe, StageResult, locked, read_manifest, run_stage, write_atomically
 from aerie.targets import Target
@@ -179,20 +179,18 @@ def run_engine(engine: str, recipe: Recipe, target: Target, draft: Path, prompts
     # Speculation may run past the last token by one draft; without that room vLLM stops drafting near the end.
     needed = longest + settings["max_new_tokens"] + (settings["num_draft_tokens"] + 1 if speculation else 0)
     batch_size = max(settings["batch_sizes"])
-    cli.say("evaluate: the engine loads")
-    started = time.monotonic()
-    served = generation.start(
-        target,
-        runtime,
-        end_tokens=prompts["end_tokens"],
-        max_length=served_length(target, needed, generation.length_limit(target, runtime)),
-        dtype=dtype,
-        speculation=speculation,
-        max_num_seqs=batch_size,
-        enable_prefix_caching=False,  # else the second request for a common beginning would look faster
-        disable_log_stats=False,  # they hold each request's times
-    )
-    cli.say(f"evaluate: the engine is loaded, {duration(time.monotonic() - started)} taken; it warms up")
+    with loading("evaluate"):
+        served = generation.start(
+            target,
+            runtime,
+            end_tokens=prompts["end_tokens"],
+            max_length=served_length(target, needed, generation.length_limit(target, runtime)),
+            dtype=dtype,
+            speculation=speculation,
+            max_num_seqs=batch_size,
+            enable_prefix_caching=False,  # else the second request for a common beginning would look faster
+            disable_log_stats=False,  # they hold each request's times
+        )
     passes: dict[Pass, PassResult] = {}
     numbers = {name: len(ids) for name, ids in sets.items()}
     all_passes = planned_passes(numbers, settings["temperatures"], settings["batch_sizes"])

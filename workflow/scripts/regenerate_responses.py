@@ -29,7 +29,7 @@ from aerie.errors import AerieError
 from aerie.generation import Answer
 from aerie.keys import digest_of
 from aerie.preparation import by_reason, check_rejected, write_rejects
-from aerie.progress import Progress
+from aerie.progress import Progress, loading
 from aerie.regeneration import (
     Answers,
     AnswerStore,
@@ -139,14 +139,15 @@ def ask_all(missing: Sequence[Prompt], recipe: Recipe, target: Target, answer_st
     settings, runtime = recipe.settings, recipe.runtime
     tokenizer = target.tokenizer()
     limit = generation.length_limit(target, runtime)
-    engine = generation.start(
-        target,
-        runtime,
-        end_tokens=target.end_tokens(tokenizer),
-        max_length=limit,
-        dtype=settings.get("dtype") or "auto",
-        seed=settings["seed"],
-    )
+    with loading("regenerate"):
+        engine = generation.start(
+            target,
+            runtime,
+            end_tokens=target.end_tokens(tokenizer),
+            max_length=limit,
+            dtype=settings.get("dtype") or "auto",
+            seed=settings["seed"],
+        )
 
     def converse(first: dict[int, list[int]], reply: Reply, seed: int) -> None:
         def counted(index: int, answer: Answer) -> list[int] | None:

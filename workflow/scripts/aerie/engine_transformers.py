@@ -12,7 +12,7 @@ import numpy as np
 from .errors import AerieError
 from .extraction import Failure, Job, Outcome, SampleSet
 from .hidden_states import HiddenStateStore, encode
-from .progress import Progress
+from .progress import Progress, loading
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,8 @@ def extract(job: Job, samples: SampleSet, store: HiddenStateStore) -> Outcome:
 
     from .shard_writer import Captured, ShardWriter
 
-    decoder, device = _load(job)
+    with loading("extract"):
+        decoder, device = _load(job)
     writer = ShardWriter(store, job.capture(), job.target.hidden_size, int(samples.tokens[0]), job.shard_bytes)
     progress = Progress("extract", int(samples.tokens.sum()), "tokens")
     cause = "its states never arrived; this is a bug in Aerie"

@@ -12,7 +12,7 @@ from . import nodes
 from .errors import AerieError, describe
 from .extraction import Failure, Job, Outcome, SampleSet
 from .hidden_states import HiddenStateStore
-from .progress import Progress
+from .progress import Progress, loading
 from .vllm_options import common_options, rope_by_length, served_length
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ def extract(job: Job, samples: SampleSet, store: HiddenStateStore) -> Outcome:
     outcome = Outcome()
     if not len(samples):
         return outcome
-    llm = load(job, int(samples.tokens[0]), store)
+    with loading("extract"):
+        llm = load(job, int(samples.tokens[0]), store)
     try:
         run(llm, samples, outcome)
     finally:

@@ -81,6 +81,15 @@ def passed_on(what: str, log: Path | None) -> Iterator[None]:
             thread.join()
 
 
+@contextmanager
+def loading(what: str) -> Iterator[None]:
+    """Says that an engine is being loaded, which takes minutes for a large target, and how long it took."""
+    cli.say(f"{what}: the engine loads")
+    started = time.monotonic()
+    yield
+    cli.say(f"{what}: the engine is loaded, {duration(time.monotonic() - started)} taken")
+
+
 def duration(seconds: float) -> str:
     """Seconds for a person: "1 h 05 min"."""
     minutes, seconds = divmod(round(seconds), 60)
