@@ -1,5 +1,6 @@
 """Training a draft: what is paired with what, that it learns, survives kill -9, and that vLLM serves what it exports."""
 
+import errno
 import json
 import os
 import shlex
@@ -27,7 +28,7 @@ from aerie.model_card import model_card
 from aerie.muon import SharedMuon, orthogonalize, owners
 from aerie.ranks import ALONE
 from aerie.samples import Sample, load_samples, write_samples
-from aerie.supervised_loss import _distribution, _judge, supervised_loss
+from aerie.supervised_loss import _distribution, _judge, _target_distribution, supervised_loss
 from aerie.targets import Target
 from aerie.train_run import select_split, train
 from aerie.training import DraftTrainer, TrainingSettings
@@ -588,6 +589,39 @@ def test_layer_ids_beyond_the_target(problem):
         build_draft(problem.target, DraftShape(1, (2, 9)), problem.vocab_map, 3, "sdpa")
 
 
+def granite(**settings):
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    return GraniteForCausalLM(GraniteConfig(**settings, logits_scaling=6.0, embedding_multiplier=12.0, residual_multiplier=0.22))
+
+
+def gemma2(**settings):
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    return Gemma2ForCausalLM(Gemma2Config(**settings, final_logit_softcapping=2.0, head_dim=32))
+
+
+@pytest.mark.parametrize("make", [granite, gemma2])
+def test_the_distribution_taught_is_the_targets_own(tmp_path, make):
+    """Also where its logits are scaled (Granite) or capped (Gemma 2, whose norm stores gains less 1)."""
+    torch.manual_seed(0)
+    settings = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
+    reference = make(**settings, vocab_size=320, initializer_range=0.3, pad_token_id=0).eval()
+    reference.save_pretrained(tmp_path)
+    target = Target("t", "t", {"path": str(tmp_path)}, False)
+    caught = []
+    reference.model.norm.register_forward_pre_hook(lambda _, arguments: caught.append(arguments[0][0]))
+    with torch.no_grad():
+        expected = reference(torch.randint(4, 280, (1, 64))).logits[0].log_softmax(-1)
+    [states] = caught
+    model = build_draft(target, DraftShape(1, (2, 4, 5)), vocabulary.full_map(320), 3, PACKED_ATTENTION)
+    probabilities, negentropy, best = _target_distribution(model, states, torch.float32)
+    torch.testing.assert_close(probabilities, expected.exp(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(negentropy, (expected.exp() * expected).sum(-1), rtol=1e-4, atol=1e-4)
+    assert best.tolist() == expected.argmax(-1).tolist()
+    torch.testing.assert_close(TargetHead.of(target).log_probabilities(states), expected, rtol=1e-4, atol=1e-4)
+
+
 # Checkpoints
 
 
@@ -609,9 +643,57 @@ def test_half_written_checkpoints_are_skipped(tmp_path: Path):
     whole = (tmp_path / "step-00000003.pt").read_bytes()
     (tmp_path / "step-00000003.pt").write_bytes(whole[:-1])  # cut short
     assert newest(checkpoints)["step"] == 2
-    (tmp_path / "step-00000003.pt").write_bytes(bytes(len(whole)))  # the right size, and nothing in it
-    assert newest(checkpoints)["step"] == 2
     assert newest(checkpoints)["weights"].dtype == torch.float32
+    (tmp_path / "step-00000003.json").write_text("")  # lost with the power
+    assert newest(checkpoints)["step"] == 2
+    checkpoints.save(4, {"step": 4})
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("block", [0.0, 0.6])
+def test_damaged_checkpoints_are_set_aside(tmp_path: Path, block, capsys):
+    """Of the right size, and with a block of zeros: torch.load itself sees none among the weights."""
+    checkpoints = Checkpoints(tmp_path)
+    for step in (8, 9):
+        checkpoints.save(step, {"step": step, "weights": torch.full((100_000,), float(step))})
+    path = tmp_path / "step-00000009.pt"
+    content = bytearray(path.read_bytes())
+    start = int(len(content) * block)
+    content[start : start + 4096] = bytes(4096)
+    path.write_bytes(content)
+    assert newest(checkpoints)["step"] == 8
+    assert f"checkpoint {path} is damaged" in capsys.readouterr().err
+    checkpoints.save(1, {"step": 1})  # kept, though its step is lower than that of the damaged one
+    assert sorted(one.name for one in tmp_path.glob("*.pt")) == ["step-00000001.pt", "step-00000008.pt"]
+    assert (tmp_path / "step-00000009.damaged").exists()
+
+
+def test_a_checkpoint_that_may_be_whole_is_not_passed_over(tmp_path: Path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(7, {"step": 7})
+
+    def stale(*_, **__):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "load", stale)
+        with pytest.raises(AerieError, match=r"step-00000007\.pt: this checkpoint may not be read: .*Stale file handle"):
+            checkpoints.newest()
+    assert newest(checkpoints)["step"] == 7
+
+
+def test_a_full_disk_ends_a_checkpoint_with_its_reason(tmp_path: Path):
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "aerie-test", tmp_path], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        checkpoints = Checkpoints(tmp_path)
+        checkpoints.save(1, {"step": 1})
+        with pytest.raises(AerieError, match=r"step-00000002\.pt: this checkpoint cannot be written: No space left on device; .* are free"):
+            checkpoints.save(2, {"weights": torch.zeros(1_000_000)})
+        assert not list(tmp_path.glob("*.tmp")) and newest(checkpoints)["step"] == 1
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
 
 
 # Whole trainings of a tiny target

@@ -270,3 +270,44 @@ def test_a_rank_that_dies_ends_the_job_with_the_cause(problem, tmp_path: Path, w
     assert time.monotonic() - started < 90  # half of it to start
     assert done.returncode == 1
     assert re.search(expected, done.stderr, re.MULTILINE), done.stderr
+
+
+def test_a_rank_that_is_told_to_end_is_named(problem, tmp_path: Path):
+    """By somebody else: torch ends the others with the same signal, and they say that a connection is gone."""
+    (tmp_path / "ranks.py").write_text(
+        RANKS.format(what="os.kill(os.getpid(), signal.SIGTERM); signal.pause()", root=str(problem.root), work=str(tmp_path))
+    )
+    command = [sys.executable, str(tmp_path / "ranks.py"), "--log", str(tmp_path / "log")]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1
+    assert re.search(r"training rank 1 of 2 \(process \d+\) was killed by signal 15", done.stderr), done.stderr
+
+
+def descendants(parent: int) -> list[int]:
+    """Living processes that this one started, and those that they did."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
+                found += [int(stat.parent.name), *descendants(int(stat.parent.name))]
+    return found
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_that_are_only_starting_do_not_outlive_their_parent(problem, tmp_path: Path, ending):
+    (tmp_path / "ranks.py").write_text(RANKS.format(what="pass", root=str(problem.root), work=str(tmp_path)))
+    command = [sys.executable, str(tmp_path / "ranks.py"), "--log", str(tmp_path / "log")]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+    ranks: list[int] = []
+    while len(ranks) < 2:
+        assert process.poll() is None
+        time.sleep(0.02)
+        [trainer, *others] = descendants(process.pid) or [0]
+        ranks = [pid for pid in others if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(trainer, ending)
+    process.wait(60)
+    end = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        assert time.monotonic() < end, "a rank lives on"
+        time.sleep(0.1)
+    assert not list(tmp_path.glob("checkpoints/*.pt")) and not (tmp_path / "metrics.jsonl").exists()

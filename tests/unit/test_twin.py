@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
+import transformers
 
-from aerie import engine_vllm, twin
+from aerie import engine_vllm, twin, validation
 from aerie.targets import Target
 from families import CONFIGS, make_family
 from tiny_targets import make_tiny_deepseek_v3, make_tiny_llama
@@ -127,3 +128,31 @@ def test_not_a_number_is_found(tmp_path, monkeypatch):
     with pytest.raises(Exception, match=r"its states at layer ids \[3, 4\] hold infinities or NaN"):
         twin_of(make_tiny_llama(tmp_path / "target"), tmp_path)
     assert json.loads((tmp_path / "twin/config.json").read_text())["num_hidden_layers"] == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        ("Cohere", "training cannot compute the target's output from the last state (AttributeError: "),  # a LayerNorm
+        ("Granite", ""),
+        ("Gemma2", ""),
+    ],
+)
+def test_an_output_that_training_does_not_know_is_found(tmp_path, make, said):
+    config = getattr(transformers, f"{make}Config")(
+        hidden_size=256, num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=8, intermediate_size=512, pad_token_id=0
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | {"architectures": [f"{make}ForCausalLM"]}))
+    report = twin.run_twin(Target("t", "t", {"path": str(tmp_path)}, False), "transformers", {}, "cpu", tmp_path / "twin")
+    assert not report.problems and report.other_output.startswith(said) and bool(report.other_output) == bool(said)
+
+
+def test_scaled_logits_are_told_from_plain_ones(tmp_path, monkeypatch):
+    """Were the scale not known, the twin would say so."""
+    config = transformers.GraniteConfig(
+        hidden_size=256, num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=8, logits_scaling=8.0, pad_token_id=0
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | {"architectures": ["GraniteForCausalLM"]}))
+    monkeypatch.setattr(validation, "logit_scale", lambda _: (1.0, None))
+    report = twin.run_twin(Target("t", "t", {"path": str(tmp_path)}, False), "transformers", {}, "cpu", tmp_path / "twin")
+    assert not report.problems and "is not its head over an RMS norm of the last state" in report.other_output

@@ -102,7 +102,7 @@ def _run_twin(architecture: str, answer: multiprocessing.connection.Connection) 
             report = run_twin(
                 Target(architecture, "d", {"path": str(target)}, False), "vllm", {}, device_type("auto"), Path(folder) / "twin"
             )
-        answer.send(f"{'failed' if report.problems else 'ok'}: {report}")
+        answer.send(f"{'failed' if report.problems or report.other_output else 'ok'}: {report}")
     except BaseException as error:  # noqa: BLE001 - the verdict
         answer.send("failed: " + describe(error).replace("\n", " "))
 

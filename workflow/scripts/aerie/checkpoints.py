@@ -5,20 +5,23 @@ fits, it is not one. All tensors keep their precision (speculators' own checkpoi
 """
 
 import json
-import logging
 import os
 import random
 import time
+import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from . import cli
+from .errors import AerieError
+from .files import is_damage
 from .stage import sync_folder, write_atomically
-
-logger = logging.getLogger(__name__)
+from .store import free_bytes, size_text
 
 _KEPT = 2
 
@@ -33,12 +36,25 @@ class Checkpoints:
     def save(self, step: int, state: Mapping[str, Any]) -> float:
         """Writes a checkpoint so that a kill at any time leaves the earlier ones whole. Returns the seconds it took."""
         started = time.monotonic()
-        path = self.folder / f"step-{step:08d}.pt"
+        for left in self.folder.glob("*.tmp"):
+            left.unlink()
+        path = self._path(step)
         temporary = path.with_suffix(".tmp")
-        with open(temporary, "wb") as file:
-            torch.save(dict(state), file)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with open(temporary, "wb") as file:
+                torch.save(dict(state), file)
+                file.flush()
+                os.fsync(file.fileno())
+        except (OSError, RuntimeError) as error:  # torch raises the latter over the former
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            refused = error if isinstance(error, OSError) else error.__context__
+            if not isinstance(refused, OSError):
+                raise
+            raise AerieError(
+                f"{path}: this checkpoint cannot be written: {refused.strerror or refused}; {size_text(free_bytes(self.folder))} are free "
+                "there. Make room (`snakemake gc`); the same command goes on from the checkpoint before."
+            ) from error
         size = temporary.stat().st_size
         temporary.replace(path)
         sync_folder(self.folder)
@@ -49,26 +65,44 @@ class Checkpoints:
         return time.monotonic() - started
 
     def newest(self) -> dict[str, Any] | None:
-        """The state of the newest complete checkpoint, tensors on the CPU; None if there is none."""
+        """The state of the newest complete checkpoint, tensors on the CPU; None if there is none.
+
+        A damaged one is set aside, and the one before is taken. AerieError for one that may not be read, and may be whole.
+        """
         for path in self._complete():
             try:
-                state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-            except Exception as error:  # noqa: BLE001 - whatever is wrong with it, an older one may be right
-                logger.warning("checkpoint %s cannot be read (%s: %s); trying the one before", path, type(error).__name__, error)
-                continue
-            return state
+                return self._read(path)
+            except (OSError, RuntimeError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+                if isinstance(error, OSError) and not is_damage(error):
+                    raise AerieError(f"{path}: this checkpoint may not be read: {error}. Mend that; it may be whole.") from error
+                cli.say(f"train_draft: checkpoint {path} is damaged ({type(error).__name__}: {error}) and set aside")
+                path.with_suffix(".json").unlink()
+                path.replace(path.with_suffix(".damaged"))
         return None
+
+    def at(self, step: int) -> dict[str, Any]:
+        """The state of the checkpoint of this step, as `newest` gave it to another process."""
+        return self._read(self._path(step))
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}.pt"
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()  # torch.load looks at no checksum
+        if damaged:
+            raise ValueError(f"the checksum of {damaged} is wrong")
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        return state
 
     def _complete(self) -> list[Path]:
         """Paths of complete checkpoints, newest first."""
         found = []
         for marker in sorted(self.folder.glob("step-*.json"), reverse=True):
             path = marker.with_suffix(".pt")
-            size = json.loads(marker.read_text())["bytes"]
-            if path.exists() and path.stat().st_size == size:
-                found.append(path)
-            else:
-                logger.warning("checkpoint %s is not complete; skipped", path)
+            with suppress(ValueError, KeyError, TypeError, FileNotFoundError):
+                if path.stat().st_size == json.loads(marker.read_text())["bytes"]:
+                    found.append(path)
         return found
 
 

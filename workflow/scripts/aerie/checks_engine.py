@@ -163,6 +163,13 @@ def twin(subject: Subject) -> Finding:
             "Do not extract with this engine: its states are wrong. Take out engine_options.compilation_config if it is set; install "
             "the versions of the lock; or set the target's engine to transformers",
         )
+    if report.other_output and subject.settings["captures"]:
+        return Finding(
+            "failed",
+            str(report),
+            "Do not train a draft for this target: it would be taught another distribution than the target's. A draft that was made "
+            "elsewhere (drafts.NAME.path) can be evaluated",
+        )
     return Finding("ok", str(report))
 
 

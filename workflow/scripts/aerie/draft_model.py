@@ -165,7 +165,10 @@ def _load_target_weights(
         model.embed_tokens.weight.copy_(weights["embed_tokens"])
         model.lm_head.weight.copy_(head)
         model.verifier_lm_head.weight.copy_(head)
-        model.verifier_norm.weight.copy_(norm_gain(weights["norm"], text_config))
+        # Scaled logits are those of a scaled norm. The draft begins with about the target's sharpness.
+        scale, model.verifier_soft_cap = logit_scale(text_config)
+        model.verifier_norm.weight.copy_(norm_gain(weights["norm"], text_config) * scale)
+        model.norm.weight.mul_(scale)
     for frozen in (model.embed_tokens, model.lm_head, model.verifier_lm_head, model.verifier_norm):
         frozen.weight.requires_grad_(False)
 
@@ -174,6 +177,19 @@ def norm_gain(weight: torch.Tensor, text_config: "PretrainedConfig") -> torch.Te
     """The factors by which the target's final norm scales, float32 [hidden]; Gemma's convention stores them minus 1."""
     gemma = str(text_config.model_type).lower() in GEMMA_STYLE_FINAL_NORM_MODEL_TYPES
     return weight.float() + 1 if gemma else weight.float()
+
+
+def logit_scale(text_config: "PretrainedConfig") -> tuple[float, float | None]:
+    """(scale, cap) of the target's logits: cap * tanh(scale * head(norm(x)) / cap), or without a cap scale * head(norm(x)).
+
+    As the configurations of Cohere, Granite, MiniCPM and Gemma name them, and vLLM's classes read them.
+    """
+    values = {name: getattr(text_config, name, None) for name in ("logit_scale", "logits_scaling", "output_multiplier", "dim_model_base")}
+    scale = float(values["logit_scale"] or 1) * float(values["output_multiplier"] or 1) / float(values["logits_scaling"] or 1)
+    if values["dim_model_base"]:
+        scale *= values["dim_model_base"] / text_config.hidden_size
+    cap = getattr(text_config, "final_logit_softcapping", None)
+    return scale, float(cap) if cap else None
 
 
 def export_draft(model: Eagle3DraftModel, dtype: torch.dtype, folder: Path) -> None:

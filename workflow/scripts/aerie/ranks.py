@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
+from torch.multiprocessing import ProcessExitedException, start_processes
+from torch.multiprocessing.spawn import ProcessException
 
 from . import cli
 from .errors import AerieError, ProcessFailed, describe, describe_exit, die_with_parent
@@ -97,22 +98,31 @@ def run_in_ranks(count: int, device: torch.device, function: Callable[..., None]
     said, saying = torch.multiprocessing.get_context("spawn").Pipe(duplex=False)
     relay = threading.Thread(target=_relay, args=[said], daemon=True)
     context = start_processes(
-        _rank, (count, device, function, tuple(arguments), rendezvous, work, saying), nprocs=count, join=False, start_method="spawn"
+        _rank,
+        (os.getpid(), count, device, function, tuple(arguments), rendezvous, work, saying),
+        nprocs=count,
+        join=False,
+        start_method="spawn",
     )
     saying.close()
     relay.start()
     try:
         while not context.join():
             pass
-    except (ProcessRaisedException, ProcessExitedException) as error:
+    except ProcessException as error:
         relay.join(5)
-        raise _cause([process.exitcode or 0 for process in context.processes], context.pids(), work) from error
+        raise _cause([process.exitcode or 0 for process in context.processes], context.pids(), work, error) from error
+    finally:
+        for process in context.processes:
+            process.kill()
+            process.join()
     relay.join(5)
     rendezvous.unlink(missing_ok=True)
 
 
 def _rank(
     rank: int,
+    parent: int,
     count: int,
     device: torch.device,
     function: Callable[..., None],
@@ -122,6 +132,8 @@ def _rank(
     saying: Connection,
 ) -> None:
     die_with_parent()
+    if os.getppid() != parent:  # it died while this process was starting
+        os._exit(1)
     cli.speak_to(os.fdopen(os.dup(saying.fileno()), "w", buffering=1))
     try:
         torch.set_num_threads(max(1, torch.get_num_threads() // count))
@@ -145,9 +157,11 @@ def _relay(said: Connection) -> None:
             print(line, end="", file=cli.terminal(), flush=True)
 
 
-def _cause(exit_codes: Sequence[int], pids: Sequence[int], work: Path) -> AerieError:
-    """What the first rank that failed died of: the others then fail because it is gone."""
+def _cause(exit_codes: Sequence[int], pids: Sequence[int], work: Path, error: ProcessException) -> AerieError:
+    """What the first rank that failed died of: the others then fail because it is gone. error: of the first that torch saw end."""
     killed = [rank for rank, code in enumerate(exit_codes) if code < 0 and code != -signal.SIGTERM]
+    if isinstance(error, ProcessExitedException) and exit_codes[error.error_index] == -signal.SIGTERM:
+        killed.append(error.error_index)  # the others are ended with this signal by torch
     if killed:
         rank = killed[0]
         return ProcessFailed(f"training rank {rank} of {len(exit_codes)} (process {pids[rank]}) {describe_exit(exit_codes[rank])}")

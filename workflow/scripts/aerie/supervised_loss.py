@@ -71,9 +71,12 @@ def _judge(logits: torch.Tensor, probabilities: torch.Tensor, negentropy: torch.
     return divergence, top.indices[:, 0], odds.div_(total).sub_(probabilities).to(logits.dtype)
 
 
-def _distribution(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _distribution(logits: torch.Tensor, soft_cap: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(probabilities, sum of p log p, best token) of a block of rows, float32 and int64."""
-    logs = logits.float().log_softmax(-1)
+    values = logits.float()
+    if soft_cap is not None:
+        values = soft_cap * (values / soft_cap).tanh()
+    logs = values.log_softmax(-1)
     probabilities = logs.exp()
     return probabilities, _dot(probabilities, logs.clamp(min=torch.finfo(logs.dtype).min)), logs.argmax(-1)
 
@@ -99,7 +102,7 @@ def _target_distribution(
     distribution = fused(_distribution, head.device)
     for own in _blocks(last_states):
         logits = model.verifier_norm(last_states[own]).to(dtype) @ head.T
-        probabilities[own], negentropy[own], best[own] = distribution(logits)
+        probabilities[own], negentropy[own], best[own] = distribution(logits, model.verifier_soft_cap)
     return probabilities, negentropy, best
 
 

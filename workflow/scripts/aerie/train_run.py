@@ -12,7 +12,7 @@ from . import cli
 from .checkpoints import seed_everything
 from .cpu_memory import keep_freed_memory
 from .draft_attention import attention_for
-from .draft_model import DraftShape, aux_columns, build_draft, export_draft, norm_gain, start_from
+from .draft_model import DraftShape, aux_columns, build_draft, export_draft, start_from
 from .errors import AerieError
 from .gpu_speed import fuse_modules
 from .keys import draft_digest
@@ -102,15 +102,14 @@ def _train_rank(
     fuse_modules(model, device)
     if init_from:
         start_from(model, init_from)
-    weights = target.head_weights()
-    head = TargetHead(norm_gain(weights["norm"], target.text_config), target.text_config.rms_norm_eps, weights["lm_head"])
+    head = TargetHead.of(target)
     validate = Validation(validation_loader, head, device, training, ranks)
     seconds = float(runtime.get("checkpoint_seconds", _CHECKPOINT_SECONDS))
     trainer = DraftTrainer(model.to(device), training, train_loader, validate, work, device, seconds, ranks)
     best = trainer.run()
     if ranks.rank:
         return
-    export_draft(model, weights["lm_head"].dtype, out)
+    export_draft(model, head.lm_head.dtype, out)
     figures = {
         "validation": best,
         "best_step": trainer.best["step"],

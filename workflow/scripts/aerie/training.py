@@ -170,7 +170,7 @@ class DraftTrainer:
 
     def _go_on(self) -> None:
         """Takes up the newest checkpoint, if there is one."""
-        state = self.checkpoints.newest()
+        state = self._common_state()
         if state is None:
             if not self.ranks.rank:
                 self.metrics_file.cut(0)
@@ -190,6 +190,13 @@ class DraftTrainer:
         if not self.ranks.rank:
             self.metrics_file.cut(state["metrics_bytes"])
             cli.say(f"train_draft: resumed at step {self.step} of {self.total_steps}, epoch {self.epoch + 1}")
+
+    def _common_state(self) -> dict[str, Any] | None:
+        """The newest checkpoint, the same on every rank."""
+        state = None if self.ranks.rank else self.checkpoints.newest()
+        step = torch.tensor(-1 if state is None else state["step"], device=self.device)
+        self.ranks.spread(step, 0)()
+        return self.checkpoints.at(int(step)) if self.ranks.rank and step >= 0 else state
 
     def _take_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():

@@ -41,7 +41,7 @@ class TwinReport:
     """What came of a twin. errors: {layer id: (median, nine in ten)} of the tokens' relative errors against `reference`.
 
     problems: what is wrong, in words; notes: what was left out and why. consistency: relative error of the engine's
-    logits against those made from the last state.
+    logits against those made from the last state. other_output: how the target's output is not what training takes it for.
     """
 
     tokens: int = 0
@@ -52,6 +52,7 @@ class TwinReport:
     errors: dict[int, tuple[float, float]] = field(default_factory=dict)
     consistency: float | None = None
     problems: list[str] = field(default_factory=list)
+    other_output: str = ""
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -60,7 +61,7 @@ class TwinReport:
             said.append(f"states within {max(tail for _, tail in self.errors.values()):.1e} of transformers' {self.reference}")
         if self.consistency is not None:
             said.append(f"last state gives the engine's logits within {self.consistency:.1e}")
-        return "; ".join([*self.problems, *said, *self.notes])
+        return "; ".join([*self.problems, *filter(None, [self.other_output]), *said, *self.notes])
 
 
 def shrink(config: dict[str, Any], values: Any) -> dict[str, Any]:
@@ -201,6 +202,7 @@ def run_made_twin(
         plain = _reference_states(model, samples, layer_ids)
         reach = _reach(text, model)
         _compare(report, samples, layer_ids, states, plain, reach)
+        _check_head(report, twin, model, samples, plain)
     if report.consistency is not None and report.consistency > _LIMITS[report.dtype][0]:
         report.problems.append(f"the last state, through norm and head, is {report.consistency:.1%} off the engine's own logits")
     return report
@@ -360,6 +362,24 @@ def _reach(text: dict[str, Any], model: Any) -> int | None:
     if text.get("llama_4_scaling") and "llama_4_scaling" not in inspect.getsource(sys.modules[type(model).__module__]):
         return _WINDOW
     return None
+
+
+def _check_head(report: TwinReport, twin: Target, model: Any, samples: SampleSet, plain: "dict[str, torch.Tensor]") -> None:
+    """Whether the distribution that training teaches, from the last state, is the reference's own: heads scale, cap and norm in many ways."""
+    import torch
+
+    from .validation import TargetHead
+
+    with torch.no_grad():
+        own = torch.cat([model(torch.as_tensor(samples.ids_of(i)).long()[None]).logits[0] for i in range(len(samples))]).log_softmax(-1)
+    try:
+        taught = TargetHead.of(twin).log_probabilities(torch.cat([plain[key][:, -1] for key in samples.keys]))
+        error = float((taught - own).norm() / own.norm())
+    except Exception as failure:  # noqa: BLE001 - another kind of norm or head has other names
+        report.other_output = f"training cannot compute the target's output from the last state ({describe(failure).splitlines()[0]})"
+        return
+    if not error <= _LIMITS["float32"][1]:
+        report.other_output = f"the target's output is not its head over an RMS norm of the last state, as training has it: {error:.1%} off in log-probabilities"
 
 
 def _compare(

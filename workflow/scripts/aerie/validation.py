@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from speculators.models.eagle3 import Eagle3DraftModel
 
-from .draft_model import sliding_window
+from .draft_model import logit_scale, norm_gain, sliding_window
 from .errors import AerieError
 from .ranks import Ranks
 from .supervised_loss import supervised_loss
 from .training_data import PackLoader
 
 if TYPE_CHECKING:
+    from .targets import Target
     from .training import TrainingSettings
 
 _HEAD_ROWS = 512
@@ -30,11 +31,18 @@ _HEAD_ROWS = 512
 
 @dataclass(frozen=True)
 class TargetHead:
-    """The target's output: gain of the final norm float32 [hidden], its epsilon, lm_head [vocabulary, hidden]."""
+    """The target's output: gain of the final norm float32 [hidden], its epsilon, lm_head [vocabulary, hidden]; see logit_scale."""
 
     norm: torch.Tensor
     eps: float
     lm_head: torch.Tensor
+    scale: float = 1.0
+    soft_cap: float | None = None
+
+    @classmethod
+    def of(cls, target: "Target") -> "TargetHead":
+        weights, config = target.head_weights(), target.text_config
+        return cls(norm_gain(weights["norm"], config), config.rms_norm_eps, weights["lm_head"], *logit_scale(config))
 
     def greedy(self, last_states: torch.Tensor, device: torch.device) -> torch.Tensor:
         """The target's greedy token at each position, int64 [rows] on the CPU; last_states [rows, hidden] before the norm."""
@@ -43,10 +51,19 @@ class TargetHead:
         head, gain = self.lm_head.to(device, dtype), self.norm.to(device)
         tokens = []
         for rows in last_states.split(_HEAD_ROWS):
-            states = rows.to(device, torch.float32)
-            normed = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.eps) * gain
+            normed = self._normed(rows.to(device, torch.float32), gain)
             tokens.append((normed.to(dtype) @ head.T).argmax(-1).cpu())
         return torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.long)
+
+    def log_probabilities(self, last_states: torch.Tensor) -> torch.Tensor:
+        """Of each token at each position, float32 [rows, vocabulary] on the CPU; last_states [rows, hidden] before the norm."""
+        logits = self.scale * (self._normed(last_states.float(), self.norm) @ self.lm_head.float().T)
+        if self.soft_cap is not None:
+            logits = self.soft_cap * (logits / self.soft_cap).tanh()
+        return logits.log_softmax(-1)
+
+    def _normed(self, states: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+        return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.eps) * gain
 
 
 def count_hits(
