@@ -3,8 +3,10 @@ from snakemake.utils import min_version
 min_version("9.0")
 
 
-# Given with --configfile, a configuration stands for itself: the demo's is not mixed into it.
-if "runs" not in config and not workflow.config_settings.configfiles:
+# Given with --configfile, or by another workflow, a configuration stands for itself: the demo's is not mixed into it.
+if not workflow.config_settings.configfiles and set(config) <= set(
+    workflow.config_settings.config
+):
 
     configfile: "config/config.yaml"
 
@@ -41,3 +43,7 @@ onstart:
 
 onsuccess:
     print_summary()
+
+
+onerror:
+    report_finished_runs()

@@ -326,6 +326,21 @@ NO_DOWNLOAD = "no download named smollm; did you mean smollm2-gguf?"
         ("gguf/b.gguf", "gguf", "mine.yaml:6: targets.t.gguf: there is no results/downloads/smollm2-gguf (looked for in "),
         ("p.jsonl", "results/p.jsonl", "mine.yaml:17: evaluation.prompts.some: there is no results/p.jsonl (looked for in "),
         ("drafts/b}", "drafts/nonesuch}", "mine.yaml:13: drafts.big.init_from: no run named nonesuch that trains a draft; there: a, b"),
+        (
+            "{init_from: results/drafts/b}",
+            "{init_from: results/drafts/b, layers: 2}",
+            "mine.yaml:13: drafts.big.init_from: layers of draft small, which run b trains, is 1, that of big 2",
+        ),
+        (
+            "{init_from: results/drafts/b}",
+            "{init_from: foreign}",
+            "mine.yaml:13: drafts.big.init_from: foreign/config.json: it has no speculators_config",
+        ),
+        (
+            "{init_from: results/drafts/b}",
+            "{init_from: elder}",
+            "mine.yaml:13: drafts.big.init_from: elder/config.json: that draft has 2 layers, this one 1. Set layers: 2.",
+        ),
         ("{init_from: results/drafts/b}", "{path: theirs}", "mine.yaml:13: drafts.big.path: there is no theirs (looked for in "),
         ("{init_from: results/drafts/b}", "{path: .}", "mine.yaml:13: drafts.big.path: .: expected a draft's config.json and weights"),
         ("{path: x.jsonl}", "{path: y*.jsonl}", "mine.yaml:11: datasets.d.sources.1: y*.jsonl: no file there"),
@@ -336,6 +351,11 @@ def test_a_path_that_nothing_makes_is_told_with_its_place(tmp_path, monkeypatch,
     Path("mine.yaml").write_text(PATHS.replace(old, new))
     for name in ("x.jsonl", "p.jsonl"):
         Path(name).touch()
+    elder = {"speculators_config": {}, "draft_vocab_size": 1, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
+    elder["transformer_layer_config"] = {"num_hidden_layers": 2}
+    for name, config in (("foreign", {}), ("elder", elder)):
+        Path(name).mkdir()
+        (Path(name) / "config.json").write_text(json.dumps(config))
     made = plan(tmp_path, **yaml.safe_load(PATHS.replace(old, new)) | {"runs": str(tmp_path / "runs.tsv")})
     made.files = [Path("mine.yaml")]
     if fault is None:

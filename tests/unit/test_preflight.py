@@ -43,6 +43,7 @@ class Case:
             "aux_layer_ids": [None],
             "datasets": [dataset],
             "vocab_sizes": [270],
+            "first_drafts": [],
             "captures": [{"dataset": dataset, "aux_layer_ids": None, "stored_dtype": "bfloat16"}],
         }
         self.vocab_sizes = {"mine.yaml:7: drafts.small.vocab_size": 258}
@@ -227,6 +228,24 @@ def lose_white_space(case):
     path.write_text(json.dumps(stored))
 
 
+def start_from(case, hidden_size=64, ids=(2, 4, 5)):
+    """The draft starts from one with this configuration, as train_draft writes it."""
+    first = case.folder.parent / "first"
+    first.mkdir()
+    sizes = {"intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 320}
+    config = {"speculators_config": {}, "draft_vocab_size": 100, "eagle_aux_hidden_state_layer_ids": list(ids)}
+    config["transformer_layer_config"] = sizes | {"hidden_size": hidden_size, "num_hidden_layers": 1}
+    (first / "config.json").write_text(json.dumps(config))
+    case.settings["first_drafts"] = [{"path": str(first), "layers": 1, "aux_layer_ids": None}]
+
+
+def test_a_fitting_first_draft_passes(tmp_path):
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    start_from(case)
+    [row] = case.rows("first_drafts").values()
+    assert row.verdict == "ok", row
+
+
 def big_weights(case):
     case.write_index()
     path = case.folder / "model.safetensors.index.json"
@@ -240,6 +259,8 @@ FAULTS = {
     "layers-twice": (lambda c: c.settings.update(aux_layer_ids=[[2, 4, 4]]), "layer ids", "distinct"),
     "layers-last": (lambda c: c.settings.update(aux_layer_ids=[[2, 4, 8]]), "layer ids", "from 1 to 7"),
     "too-shallow": (lambda c: c.edit(num_hidden_layers=5), "layer ids", "mine.yaml:9: drafts.deep.aux_layer_ids: the default aux layer ids"),
+    "first-draft-wider": (lambda c: start_from(c, hidden_size=128), "first drafts", "that draft has hidden_size 128, not 64"),
+    "first-draft-ids": (lambda c: start_from(c, ids=(1, 4, 5)), "first drafts", "Set aux_layer_ids: [1, 4, 5]"),
     "no-json": (lambda c: (c.folder / "config.json").write_text('{"a":\n'), "remote code", "config.json:2: not valid JSON"),
     "no-layers": (lambda c: c.edit(num_hidden_layers=None), "configuration", "num_hidden_layers"),
     "remote-config": (

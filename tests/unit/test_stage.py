@@ -3,11 +3,13 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import pytest
 from aerie.errors import AerieError
 from aerie.keys import canonical_json, digest_of, sample_key
 from aerie.stage import Recipe, StageResult, read_manifest, run_stage
+from aerie.store import open_store
 
 RECIPE = Recipe("square", 1, {"number": 12}, {"workers": 1})
 
@@ -90,6 +93,34 @@ def test_a_failed_attempt_keeps_its_work_and_its_log(tmp_path):
         return StageResult()
 
     assert set(run_stage(RECIPE, 1, {}, tmp_path / "a", tmp_path / "store", go_on)["files"]) == {"result.txt"}
+
+
+def test_the_time_of_earlier_attempts_counts(tmp_path):
+    """Two attempts, of which the first ran from noon on for 1,000 seconds; its log lies on another file system than the store."""
+    open_store(tmp_path / "store")
+    attempts = tmp_path / "store/square" / f"{RECIPE.key({})}.partial/attempts"
+    attempts.mkdir(parents=True)
+    (attempts / "20250101T120000.log").write_text("killed")
+    noon = datetime(2025, 1, 1, 12, tzinfo=UTC).timestamp()
+    os.utime(attempts / "20250101T120000.log", (noon + 1000,) * 2)
+    manifest = run_stage(RECIPE, 1, {}, tmp_path / "a", tmp_path / "store", square([]))
+    assert manifest["started"] == "2025-01-01T12:00:00Z" and 1000 <= manifest["seconds"] < 1010
+
+
+def test_a_log_that_cannot_be_copied_hides_no_error(tmp_path, monkeypatch):
+    log = tmp_path / "declared.log"
+    log.write_text("what happened")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    def fail(work, out):
+        raise ValueError("disk on fire")
+
+    monkeypatch.setattr(os, "link", full)
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(ValueError, match="disk on fire"):
+        run_stage(RECIPE, 1, {}, tmp_path / "a", tmp_path / "store", fail, log)
 
 
 def test_a_kill_after_the_manifest_loses_nothing(tmp_path, monkeypatch):

@@ -328,7 +328,7 @@ def test_divergence_is_float32_also_where_products_are_not(autocast):
     torch.manual_seed(0)
     targets, logits = torch.randn(2, 7, 300).mul(4).unbind()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        probabilities, negentropy, target_best = _distribution(targets.clone())
+        probabilities, negentropy, target_best = _distribution(targets.clone(), None)
         divergence, best, gradient = _judge(logits.clone(), probabilities, negentropy)
     expected, drafted = targets.double().softmax(-1), logits.double().requires_grad_()
     losses = torch.nn.functional.kl_div(drafted.log_softmax(-1), expected, reduction="none").sum(-1)
@@ -917,6 +917,47 @@ def test_full_vocabulary_trains(problem, tmp_path: Path):
     passed = figures["validation"]["drafts"] * figures["validation"]["acceptance_length"]
     assert 8 * 55 <= passed < 8 * (55 + 3)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["draft_vocab_size"] == VOCAB_SIZE
+
+
+class Spoilt:
+    """The states of a capture, those of some samples not a number."""
+
+    def __init__(self, states, keys) -> None:
+        self._states, self._keys = states, keys
+        self.layer_ids = states.layer_ids
+
+    def __contains__(self, key):
+        return key in self._states
+
+    def token_ids(self, key):
+        return self._states.token_ids(key)
+
+    def states(self, key):
+        found = self._states.states(key)
+        return found * float("nan") if key in self._keys else found
+
+
+def test_spoilt_validation_samples_are_named_and_counted(problem, tmp_path: Path, capsys):
+    keys = [row["sample_key"] for row in problem.samples if row["split"] == "validation"]
+    settings = {**SETTINGS, "training": {**SETTINGS["training"], "epochs": 1, "on_bad_sample": "skip"}}
+
+    def run(spoilt):
+        for name in ("work", "out"):
+            (tmp_path / name).mkdir()
+        states = Spoilt(problem.states, spoilt)
+        return train(problem.target, problem.samples, states, problem.vocab_map, settings, RUNTIME, tmp_path / "work", tmp_path / "out")
+
+    with pytest.raises(AerieError, match=f"no supervised token .*; {len(keys)} of its samples are left out, since their states are not"):
+        run(keys)
+    assert not (tmp_path / "work/metrics.jsonl").exists()  # before the first step
+    shutil.rmtree(tmp_path / "work")
+    shutil.rmtree(tmp_path / "out")
+    capsys.readouterr()
+    figures, _ = run(keys[1:])
+    said = capsys.readouterr().err
+    assert figures["samples_left_out"] == len(keys) - 1 and all(f"left out: sample {key}" in said for key in keys[1:])
+    passed = figures["validation"]["drafts"] * figures["validation"]["acceptance_length"]
+    assert 55 <= passed < 55 + 3  # one sample's supervised tokens
 
 
 def test_golden(trained):

@@ -196,5 +196,9 @@ def test_command(tmp_path: Path):
     assert said in done.stderr and "Raise vocab_size, or lower min_coverage" in done.stderr
     assert run(259).returncode == 1  # also where the store has it
     assert run(259, least=0.3).returncode == 0
+    write_samples([Sample([60, 270], [0, 0], "a", "train"), samples[1]], tmp_path / "dataset" / "samples")
+    (tmp_path / "dataset" / "manifest.json").write_text(json.dumps({"digest": "silent"}))
+    done = run(262)
+    assert done.returncode == 1 and "the train split has no supervised token" in done.stderr
     done = run(258)
     assert done.returncode == 1 and "no room for the 259 special and single-byte tokens" in done.stderr

@@ -26,6 +26,13 @@ def test_the_demo_plans_every_stage(tmp_path):
     assert result.rules["train_draft"] == result.rules["convert_target"] == 1 and result.rules["fetch_package_file"] == 5
 
 
+def test_another_table_of_runs_for_the_default_configuration(tmp_path):
+    table = (ROOT / "config/runs.tsv").read_text()
+    (tmp_path / "mine.tsv").write_text(table + table.splitlines()[-1].replace("demo", "second", 1) + "\n")
+    result = snakemake(tmp_path, "-n", "--config", "runs=mine.tsv")
+    assert result.code == 0 and result.rules["train_draft"] == 2, result.text
+
+
 def test_the_presets():
     assert PRESETS == ["deepseek-v3", "kimi-k2.5", "llama-3.1-8b", "own-data-cpu", "qwen3-8b"]
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 import zipfile
 
@@ -57,3 +58,23 @@ def test_snakemakes_own_report_has_captions_and_categories(llama):
         assert category in text, category
     assert "the target accepts in run a" in text and "Some samples of dataset talk" in text
     assert {"report.html", "summary.txt", "acceptance.json", "audit.html", "tiny.txt"} <= {name.rpartition("/")[2] for name in names}
+
+
+def test_of_several_runs_the_finished_ones_are_reported(llama):
+    """One run's draft is of another kind: the other run's figures are there all the same, apart from the whole report."""
+    other = shutil.copytree(llama.folder / "results/drafts/a", llama.folder / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"speculators_model_type": "mlp"}))
+    whole = (llama.folder / "results/report.html").read_bytes()
+    runs = (llama.folder / "config/runs.tsv").read_text()
+    (llama.folder / "config/runs.tsv").write_text(runs + "b\ttiny\ttalk\tother\n")
+    llama.config["drafts"]["other"] = {"path": "other"}
+    llama.write()
+    result = llama.run("-k")
+    assert result.code != 0 and "its kind is mlp" in result.text
+    unfinished = llama.folder / "results/report-unfinished.html"
+    assert "1 of 2 runs are finished, see results/report-unfinished.html" in result.text
+    assert re.search(r"^a +\d\.\d{3} .* tiny$", result.text, re.MULTILINE) and "<svg" in unfinished.read_text()
+    assert (llama.folder / "results/report.html").read_bytes() == whole
+    (llama.folder / "config/runs.tsv").write_text(runs)
+    assert llama.run().code == 0 and not unfinished.exists()

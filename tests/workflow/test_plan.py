@@ -3,8 +3,10 @@
 import contextlib
 import fcntl
 import json
+import os
 import shlex
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -157,6 +159,24 @@ def test_a_rate_counts_for_its_own_dtype(measured):
     assert planned(measured).seconds(step) is None
 
 
+def test_a_pilots_time_is_not_the_full_runs(measured):
+    step = ("evaluate_draft", "a")
+    measured.config["evaluation"]["max_new_tokens"] = 32
+    assert planned(measured).seconds(step) is None
+
+
+def test_regeneration_takes_as_long_as_it_did_for_the_same_prompts(inside):
+    step = ("regenerate_responses", "tiny/talk")
+    path = Path("results/regenerated/tiny/talk/manifest.json")
+    shutil.rmtree("results/.store/regenerate_responses")
+    made = json.loads(path.read_text())
+    path.write_text(json.dumps(made | {"seconds": 30.0, "figures": made["figures"] | {"prompts": 40, "asked": 10}}))
+    assert planned(inside).seconds(step) == pytest.approx(30 * 40 / 10)
+    with open("talk.jsonl", "a") as file:
+        file.write(json.dumps({"prompt": "One more?", "response": "No."}) + "\n")
+    assert planned(inside, [step]).seconds(step) is None
+
+
 def test_a_measured_training_without_its_dataset_lacks_no_rate(measured):
     jobs = [step for step in measured.resolved().recipes if step[0] != "fingerprint_target"]
     text = "\n".join(planned(measured, jobs).lines())
@@ -201,6 +221,13 @@ def test_status_marks_every_stage_that_other_settings_or_inputs_made(inside):
     assert "kept" in answers and "samples" in dataset and rest == ["of an earlier run"] * 4
     manifest.write_text(json.dumps(right | {"inputs": right["inputs"] | {"sources": "other answers"}}))
     assert Status(inside.resolved()).table()[1][2:] == ["of an earlier run"] * 5
+
+
+@pytest.mark.parametrize(("file", "first"), [("talk.jsonl", 1), ("prompts.jsonl", 6)])
+def test_status_marks_what_was_made_of_older_files(inside, file, first):
+    before = Status(inside.resolved()).table()[1]
+    os.utime(file, (time.time() + 5,) * 2)
+    assert Status(inside.resolved()).table()[1] == [*before[:first], *["of an earlier run"] * (7 - first)]
 
 
 def test_a_configuration_as_words_of_a_command():

@@ -41,6 +41,7 @@ FILES = [
 ]
 GIVEN = dict(workflow.config_settings.config)
 UTILITIES = {"plan", "status", "gc", "verify"}
+UNFINISHED_REPORT = Path("results/report-unfinished.html")
 try:
     SCHEMA = Path(workflow.basedir) / "workflow/schemas/config.schema.yaml"
     check_config(config, SCHEMA, list(map(Path, FILES)), GIVEN)
@@ -224,14 +225,41 @@ def prepare_run():
         end_future(Path("results"), Path(config["store"]))
 
 
-def print_summary():
-    """Shows the runs' key figures at the end of a run that has them among its results: else they are an earlier run's."""
+def makes_report():
+    """Whether the report is among the results of this run, not only an earlier one's."""
     dag = workflow.dag
-    if any(
+    return any(
         job.rule.name == "build_report"
         for job in dag.bfs(dag.dependencies, *dag.targetjobs)
-    ):
+    )
+
+
+def print_summary():
+    """Shows the runs' key figures."""
+    if makes_report():
+        UNFINISHED_REPORT.unlink(missing_ok=True)
         print(Path("results/summary.txt").read_text())
+
+
+def report_finished_runs():
+    """After a failure: a report of the runs that are finished all the same. Snakemake makes the whole one only of all of them."""
+    from aerie.files import write_atomically
+    from aerie.report import page, summary_text
+    from aerie.run_results import collect
+    from aerie.status import Status
+
+    status = Status(PLAN)
+    runs = [
+        collect(Path("results"), *run)
+        for run in PLAN.runs.values()
+        if status.cell("evaluate_draft", run).digest
+    ]
+    if makes_report() and 0 < len(runs) < len(PLAN.runs):
+        write_atomically(UNFINISHED_REPORT, page(runs))
+        print(
+            f"{len(runs)} of {len(PLAN.runs)} runs are finished, see {UNFINISHED_REPORT}"
+        )
+        print(summary_text(runs))
 
 
 def get_target_files(wildcards):

@@ -49,6 +49,10 @@ def main(args: argparse.Namespace) -> None:
             tokens = vocabulary.choose_tokens(counts, size, pinned, tokenizer.get_vocab().values())
             chosen = vocabulary.map_of(tokens, target.vocab_size)
         vocabulary.save_map(chosen, out)
+        if not sum(int(counts.sum()) for counts in by_source.values()):
+            raise AerieError(
+                f"{args.dataset}: the train split has no supervised token, so a draft could learn nothing from it; see its stats.json"
+            )
         figures = vocabulary.coverage(by_source, chosen, lambda token: tokenizer.decode([token]))
         vocabulary.write_coverage(figures, out)
         cli.say(
@@ -61,9 +65,10 @@ def main(args: argparse.Namespace) -> None:
     found = run_stage(recipe, VERSION, inputs, args.output, args.store, compute, args.log)["figures"]
     wanted = recipe.runtime["min_coverage"]
     if found["coverage"] < wanted:
+        remedy = f"It is that of {args.init_from}: leave out init_from" if args.init_from else "Raise vocab_size"
         raise AerieError(
             f"the draft's vocabulary of {found['draft_vocab_size']:,} tokens covers {found['coverage']:.2%} of the train split's supervised "
-            f"tokens, and min_coverage is {wanted:.2%}: what it lacks, the draft can never propose. Raise vocab_size, or lower min_coverage."
+            f"tokens, and min_coverage is {wanted:.2%}: what it lacks, the draft can never propose. {remedy}, or lower min_coverage."
         )
 
 

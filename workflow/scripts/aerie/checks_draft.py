@@ -1,10 +1,17 @@
 """Checks of what the drafts and datasets ask of the target."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 
 from . import vocabulary
+from .drafts import check_first_draft
 from .errors import AerieError
 from .preflight import Finding, Subject
+
+# Of a draft's decoder: those of its target, by which its weights' shapes go.
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 
 
 def layer_ids(subject: Subject) -> Finding:
@@ -51,6 +58,27 @@ def draft_geometry(subject: Subject) -> Finding:
         f"hidden size {config.hidden_size}, {heads} heads of {config.head_dim}, {kv_heads} key-value heads, "
         f"intermediate size {config.intermediate_size}, rotary embedding {config.rope_parameters['rope_type']}",
     )
+
+
+def first_drafts(subject: Subject) -> Finding:
+    """Whether a draft for this target can start from those that the configuration names."""
+    from .draft_model import DraftShape, decoder_config
+
+    target, said = subject.target, []
+    for first in subject.settings["first_drafts"]:
+        path, ids = first["path"], target.aux_layer_ids(first["aux_layer_ids"])
+        check_first_draft(Path(path), first["layers"], ids)
+        found = json.loads((Path(path) / "config.json").read_text())["transformer_layer_config"]
+        wanted = decoder_config(target.text_config, DraftShape(first["layers"], tuple(ids))).to_dict()
+        differ = [f"{name} {found.get(name)}, not {wanted[name]}" for name in _SIZES if found.get(name) != wanted[name]]
+        if differ:
+            return Finding(
+                "failed",
+                f"{path}/config.json: that draft has {', '.join(differ)} as a draft for this target has",
+                "It was trained for another target: take one that was trained for this, or leave out init_from",
+            )
+        said.append(path)
+    return Finding("ok", f"{', '.join(said)}: of this shape" if said else "no draft starts from one that was made elsewhere")
 
 
 def draft_vocabulary(subject: Subject) -> Finding:

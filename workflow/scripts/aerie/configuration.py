@@ -20,7 +20,7 @@ import pandas as pd
 import yaml
 
 from .config_schema import did_you_mean, line_of, place_of
-from .drafts import draft_files
+from .drafts import check_first_draft, draft_files
 from .errors import AerieError
 from .keys import canonical_json, digest_of
 from .provenance import versions
@@ -209,6 +209,25 @@ class Plan:
                     raise AerieError(self._missing(Path(path)))
                 if keys[::2] == ("drafts", "path"):
                     draft_files(Path(path))
+        for run in self.runs.values():
+            first = self.init_from(run) if self.trains(run) else None
+            if first:
+                with self._at("drafts", run.draft, "init_from"):
+                    self._check_first_draft(run, first)
+
+    def _check_first_draft(self, run: Run, first: Path) -> None:
+        """AerieError where a run's draft cannot start from this one, as far as the configuration and its config.json tell."""
+        draft = self.draft(run)
+        other = self._run_that_trains(first)
+        if other is None:
+            check_first_draft(first, draft["layers"], draft["aux_layer_ids"])
+            return
+        for name in ("layers", "aux_layer_ids"):
+            if self.draft(other)[name] != draft[name]:
+                raise AerieError(
+                    f"{name} of draft {other.draft}, which run {other.run} trains, is {self.draft(other)[name]}, that of {run.draft} "
+                    f"{draft[name]}; a draft starts from one of the same shape. Set both to the same."
+                )
 
     def check_given(self) -> None:
         """AerieError for a target, dataset or draft that `--config` alone names and no run uses: a slip of the pen would do nothing."""
@@ -369,6 +388,19 @@ class Plan:
         folder = self.draft(run)["init_from"]
         return Path(folder) if folder else None
 
+    def _run_that_trains(self, folder: Path) -> Run | None:
+        run = self.runs.get(folder.name)
+        return run if run and self.trains(run) and folder == Path(f"results/drafts/{run.run}") else None
+
+    def _first_drafts(self, runs: Sequence[Run]) -> list[dict[str, Any]]:
+        """The drafts that some of these runs' drafts start from and no run trains, with the shapes of those that start from them."""
+        starting = {run.draft: (first, self.draft(run)) for run in runs if self.trains(run) and (first := self.init_from(run))}
+        return [
+            {"path": str(first), "layers": draft["layers"], "aux_layer_ids": draft["aux_layer_ids"]}
+            for _, (first, draft) in sorted(starting.items())
+            if not self._run_that_trains(first)
+        ]
+
     def parts(self) -> int:
         return int(self.config["extraction"]["parts"])
 
@@ -407,6 +439,7 @@ class Plan:
                 "stored_dtype": self.draft(run)["stored_dtype"],
             }
             for run in runs
+            if self.trains(run)
         }
         return {
             "engine": target["engine"],
@@ -414,6 +447,7 @@ class Plan:
             "trust_remote_code": target["trust_remote_code"],
             "aux_layer_ids": self.captures(name),
             "vocab_sizes": sorted(set(self.vocab_sizes(name).values())),
+            "first_drafts": self._first_drafts(runs),
             "datasets": list(datasets.values()),
             "captures": list(captures.values()),
             "engine_versions": engine_versions(),

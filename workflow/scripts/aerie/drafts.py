@@ -1,11 +1,13 @@
 """A draft on disk, trained here or made elsewhere: which files it is, and what kind."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .errors import AerieError
 from .keys import digest_of, file_sha256
+
+_TRAINED_HERE = ("speculators_config", "transformer_layer_config", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
 
 
 def draft_files(folder: Path) -> list[Path]:
@@ -22,6 +24,23 @@ def draft_files(folder: Path) -> list[Path]:
 def files_digest(folder: Path, digest_of_file: Callable[[Path], str] = file_sha256) -> str:
     """Content digest of a draft that was made elsewhere and so has no manifest."""
     return digest_of({path.name: digest_of_file(path) for path in draft_files(folder)})
+
+
+def check_first_draft(folder: Path, layers: int, aux_layer_ids: Sequence[int] | None) -> None:
+    """AerieError for a draft that one of so many layers cannot start from, as far as its config.json tells. None: the default ids."""
+    config = folder / "config.json"
+    try:
+        found = json.loads(config.read_text())
+        lacking = [name for name in _TRAINED_HERE if name not in found]
+    except (OSError, ValueError) as error:
+        raise AerieError(f"{config}: cannot be read ({error}); expected a draft as train_draft writes it.") from error
+    if lacking:
+        raise AerieError(f"{config}: it has no {lacking[0]}; a draft can start only from one that train_draft or speculators wrote.")
+    own, own_ids = found["transformer_layer_config"]["num_hidden_layers"], found["eagle_aux_hidden_state_layer_ids"]
+    if own != layers:
+        raise AerieError(f"{config}: that draft has {own} layers, this one {layers}. Set layers: {own}.")
+    if aux_layer_ids is not None and sorted(aux_layer_ids) != sorted(own_ids):
+        raise AerieError(f"{config}: that draft reads layers {own_ids}, this one {list(aux_layer_ids)}. Set aux_layer_ids: {own_ids}.")
 
 
 def check_kind(folder: Path) -> None:

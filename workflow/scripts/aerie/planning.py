@@ -35,6 +35,8 @@ Manifest = dict[str, Any]
 
 # Rules that serve a stage without a recipe of their own.
 _STAGE_OF = {"find_missing_states": "extract_hidden_states", "index_hidden_states": "extract_hidden_states"}
+# Settings that decide how much a stage has to do.
+_SIZES = ("max_prompts", "max_new_tokens", "temperatures", "batch_sizes")
 _NAMES = {
     "fetch_package_file": "{download}",
     "convert_target": "{target}",
@@ -380,7 +382,16 @@ class Planner:
                 return None
             starting = max(0.0, last["seconds"] - last["figures"]["seconds"])
             return starting + self.recipe(step).settings["training"]["epochs"] * tokens / last["figures"]["tokens_per_second"]
-        return next((manifest["seconds"] for manifest in self._measured(step)), None)
+        settings = self.recipe(step).settings
+        alike = (one for one in self._measured(step) if all(one["settings"].get(name) == settings.get(name) for name in _SIZES))
+        last = next(alike, None)
+        if last is None:
+            return None
+        if step[0] != "regenerate_responses":
+            return float(last["seconds"])
+        asked = last["figures"].get("asked")  # how many it will ask, only the same prompts tell
+        same = last["inputs"]["prompts"] == self.inputs(step)["prompts"]
+        return last["seconds"] * last["figures"]["prompts"] / asked if asked and same else None
 
     def _rate(self, step: Step) -> float | None:
         return next((float(found) for one in self._measured(step) if (found := one["figures"].get("tokens_per_second"))), None)

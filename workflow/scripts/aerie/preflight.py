@@ -140,6 +140,7 @@ def checks() -> list[Check]:
         checks_engine.quantisation,
         checks_draft.layer_ids,
         checks_draft.draft_geometry,
+        checks_draft.first_drafts,
         checks_draft.lengths,
         checks_draft.rotary_embedding,
         checks_tokenizer.vocabulary,

@@ -5,13 +5,14 @@ inputs. `<store>/<stage>/<key>/` holds a finished object: manifest.json beside o
 `<key>.partial/`: work/ (what a later attempt can use), output/ and attempts/ (the log of each attempt).
 """
 
+import calendar
 import json
 import os
 import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from .files import locked, sync_file, sync_folder, write_atomically
 from .keys import digest_of, draft_digest, file_sha256
 from .provenance import provenance
 from .store import Use, open_store, record_use
+
+_ATTEMPT = "%Y%m%dT%H%M%S.log"
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,8 @@ def _compute(
     for folder in (work, out, partial / "attempts"):
         folder.mkdir(parents=True, exist_ok=True)
     started, clock = time.time(), time.monotonic()
-    with kept_log(log, partial / "attempts" / time.strftime("%Y%m%dT%H%M%S.log", time.gmtime(started))):
+    earlier = _attempts(partial / "attempts")
+    with kept_log(log, partial / "attempts" / time.strftime(_ATTEMPT, time.gmtime(started))):
         result = compute(work, out)
     paths = sorted(path for path in out.rglob("*") if path.is_file())
     files = {str(p.relative_to(out)): {"sha256": file_sha256(p), "bytes": p.stat().st_size} for p in paths}
@@ -159,14 +163,24 @@ def _compute(
         "inputs": inputs,
         "files": files,
         "figures": result.figures,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
-        "seconds": round(time.monotonic() - clock, 3),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(min([started, *(start for start, _ in earlier)]))),
+        "seconds": round(time.monotonic() - clock + sum(seconds for _, seconds in earlier), 3),
     } | provenance()
     usual = out.stat().st_mode & 0o666
     for path in paths:
         path.chmod(usual)  # safetensors makes files that only their owner may read
         sync_file(path)
     write_atomically(partial / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+
+
+def _attempts(folder: Path) -> list[tuple[float, float]]:
+    """(start, seconds) of each earlier attempt, from its log's name and the time at which it was last written to."""
+    found = []
+    for path in folder.glob("*.log"):
+        with suppress(ValueError):
+            start = calendar.timegm(time.strptime(path.name, _ATTEMPT))
+            found.append((float(start), max(0.0, path.stat().st_mtime - start)))
+    return found
 
 
 def _touch(manifest: Path) -> bool:
@@ -220,4 +234,5 @@ def kept_log(log: Path | None, copy: Path) -> Iterator[None]:
         yield
     finally:
         if log is not None and log.exists() and not linked:
-            shutil.copyfile(log, copy)
+            with suppress(OSError):  # a full disk: what filled it is the error to tell
+                shutil.copyfile(log, copy)

@@ -116,7 +116,18 @@ class Status:
         if digests.get("sources"):
             sources = map(Source.of, self.plan.sources(run.target, run.dataset))
             digests["sources"] = sources_digest(list(sources), lambda answers: made["sources"].digest)
-        return "" if digests.items() <= inputs.items() else _EARLIER
+        if not digests.items() <= inputs.items():
+            return _EARLIER
+        made_at = (self.results / FOLDERS[stage] / dict(self.plan.steps(run))[stage] / "manifest.json").stat().st_mtime
+        return _EARLIER if any(file.exists() and file.stat().st_mtime > made_at for file in self._given(stage, run)) else ""
+
+    def _given(self, stage: str, run: Run) -> list[Path]:
+        """The files that a stage reads and no stage makes; as Snakemake does, they are judged by their time."""
+        if stage == "evaluate_draft":
+            return [Path(path) for path in self.plan.prompts(run).values() if Path(path).is_file()]
+        if stage == "regenerate_responses" or (stage == "prepare_dataset" and not self.plan.regenerates(run.dataset)):
+            return [file for item in self.plan.config["datasets"][run.dataset]["sources"] for file in Source.of(item).files()]
+        return []
 
     def _manifest(self, stage: str, name: str) -> dict[str, Any]:
         try:

@@ -119,7 +119,7 @@ def _train_rank(
         "seconds": round(trainer.seconds, 1),
         "tokens_per_second": round(trainer.tokens / trainer.seconds, 1),
         "waiting_for_data": round(trainer.waited / trainer.seconds, 4),
-        "samples_left_out": left_out + trainer.left_out // training.epochs,
+        "samples_left_out": left_out + validate.left_out + trainer.left_out // training.epochs,
         "trained_parameters": sum(value.numel() for value in trainer.trained.values()),
         "device": device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
         "devices": ranks.count,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from speculators.models.eagle3 import Eagle3DraftModel
 
+from . import cli
 from .draft_model import logit_scale, norm_gain, sliding_window
 from .errors import AerieError
 from .ranks import Ranks
@@ -115,17 +116,35 @@ def walk(starts: torch.Tensor, right: torch.Tensor) -> tuple[int, torch.Tensor]:
 
 
 class Validation:
-    """Runs a draft over this rank's validation batches, and sums over all ranks. The target's greedy tokens are computed once."""
+    """Runs a draft over this rank's validation batches, and sums over all ranks. The target's greedy tokens are computed once.
+
+    left_out: samples, of all ranks, whose states are not finite. AerieError where no supervised token is left to be drafted.
+    """
 
     def __init__(self, loader: PackLoader, head: TargetHead, device: torch.device, settings: "TrainingSettings", ranks: Ranks) -> None:
-        self.loader, self.head, self.device, self.settings, self.ranks = loader, head, device, settings, ranks
+        self.loader, self.device, self.settings, self.ranks = loader, device, settings, ranks
         self._greedy: list[torch.Tensor] = []
+        found = torch.zeros(2, dtype=torch.float64)  # supervised tokens that can be drafted, samples left out
+        for batch in loader:
+            self._greedy.append(head.greedy(batch["verifier_last_hidden_states"][0], device))
+            supervised, documents = batch["loss_mask"][0].bool(), batch["document_ids"][0]
+            nothing = torch.zeros(1, len(documents), dtype=torch.long)
+            found += torch.tensor([int(count_hits(nothing, nothing[0], supervised, documents)[0]), len(batch["bad"])])
+            for bad in batch["bad"]:
+                cli.say(f"train_draft: left out: {bad}")
+        found = found.to(device)
+        ranks.sum(found)
+        drafted, self.left_out = map(int, found.tolist())
+        if not drafted:
+            without = f"; {self.left_out} of its samples are left out, since their states are not finite" if self.left_out else ""
+            raise AerieError(
+                f"the validation split has no supervised token that a draft could propose within max_length {settings.max_length}{without}. "
+                "Add samples, or raise max_length or validation_share."
+            )
 
     @torch.no_grad()
     def __call__(self, model: Eagle3DraftModel) -> dict[str, Any]:
         """accuracy, conditional_accuracy, accepted_per_position (lists, one value a step), acceptance_length, loss, drafts."""
-        if not self._greedy:
-            self._greedy = [self.head.greedy(batch["verifier_last_hidden_states"][0], self.device) for batch in self.loader]
         model.eval()
         steps, dtype = self.settings.ttt_steps, self.settings.dtype(self.device)
         window = sliding_window(model.config.transformer_layer_config)
@@ -151,8 +170,6 @@ class Validation:
         self.ranks.sum(totals)
         starts, accepted, reached, walked = totals[:4, :steps].long().tolist()
         loss_sum, weight, drafts = totals[4, :3].tolist()
-        if not starts[0]:
-            raise AerieError("the validation split has no supervised token that a draft could propose; add validation samples")
         served = [hits / drafts for hits in walked]
         return {
             "accuracy": [hits / max(1, total) for hits, total in zip(accepted, starts, strict=True)],
