@@ -16,7 +16,7 @@ from aerie.stage import Recipe, StageResult, input_digests, read_manifest, run_s
 from aerie.targets import Target
 from aerie.vocabulary import load_map
 
-VERSION = 3
+VERSION = 4
 
 
 def build_parser() -> argparse.ArgumentParser:
