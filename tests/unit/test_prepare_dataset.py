@@ -156,6 +156,40 @@ def test_sources_are_mixed_by_weight_and_cap(made):
     assert counts(Source(weight=1), Source(weight=1), Source(weight=1, max_samples=7)) == [7, 7, 7]
 
 
+def test_a_weight_without_a_usable_row_is_an_error_that_says_why(made):
+    sources = [Source(path="x", weight=3), Source(path="y", weight=0.5), Source(path="z")]
+    answered, mute = [talk(f"x {number}", "a") for number in range(9)], [talk(f"y {number}", "") for number in range(4)]
+    cause = r"y: its weight is 0\.5, but none of its rows can be used \(2 × duplicate, 4 × no assistant turn with text\).*take the source"
+    with pytest.raises(AerieError, match=cause):
+        made([answered, [*mute, *answered[:2]], many(5)], sources)
+    with pytest.raises(AerieError, match=r"y: its weight is 0\.5, but none of its rows can be used \(it has none\)"):
+        made([answered, [], many(5)], sources)
+
+
+def test_a_weight_that_gives_nothing_is_warned_of(made, capsys):
+    rows = [[talk(f"{name} {number}", "a") for number in range(40)] for name in "xyz"]
+    found = made(rows, [Source(path="x", weight=1000), Source(path="y", weight=12), Source(path="z", weight=13)])
+    # 40 / 1000 = 0.04 a unit of weight: 0.48 and 0.52 samples
+    assert [one["samples"] for one in prepare_dataset.describe(found)["sources"]] == [40, 0, 1]
+    assert capsys.readouterr().err.count("WARNING") == 1
+    made(rows, [Source(path="x", weight=1000), Source(path="y", weight=12), Source(path="z")])
+    assert "WARNING: y: nothing is taken of it, since its weight of 12 makes less than one of the 40" in capsys.readouterr().err
+
+
+def test_sources_without_a_row_are_an_error_that_names_them(made, tmp_path):
+    with pytest.raises(AerieError, match="no row in x, y; expected conversations"):
+        prepare_dataset.check(made([[], []], [Source(path="x"), Source(path="y")]), 0.1, tmp_path)
+
+
+def test_rows_supervised_from_their_first_token_are_not_one_prompt(made):
+    """Each decides for itself; all others still by what comes before the first supervised token, or the first message."""
+    whole = [{"input_ids": [5, 6, 7 + number], "loss_mask": [1, 1, number % 2]} for number in range(40)]
+    found = made([*whole, {"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1]}, talk("q", "a")])
+    prompts = [entry.prompt.hex() for entry in found.entries]
+    assert len(set(prompts)) == 42 and prompts[40:] == [digest_of([5, 6]), digest_of("q")]
+    assert set(splits(made(whole)).values()) == {"train", "validation"}
+
+
 def test_a_row_that_is_not_chosen_names_the_limit(made):
     rows = [[talk(f"{name} {number}", "a") for number in range(10)] for name in "xyz"]
     sources = [Source(path="x", weight=2), Source(path="y", weight=1), Source(path="z", max_samples=4)]
@@ -366,7 +400,7 @@ def test_the_command(target, tmp_path):
 def test_golden(made, tmp_path):
     """The same input gives the same bytes for ever, or VERSION is raised (then record the new digests with it)."""
     recorded = {
-        4: (
+        5: (
             "807db294cc7578e800c3f1348c4dd2bdef07b3aba77e82bebc64279bc81c484d",
             "f6ccc802b42424f6505edabdc1c89ec1c6d526328f9d84da509d45683c07d6db",
         )

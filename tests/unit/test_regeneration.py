@@ -128,6 +128,15 @@ def test_sources_give_prompts_by_cap_and_weight():
     assert Counter(one.detail for one in rejected) == {"beyond max_prompts (or max_samples) of 9 for the whole dataset": 51}
 
 
+def test_a_weight_without_a_prompt_is_an_error_that_says_why():
+    rows = [[conversation("user")], [conversation("user"), Conversation("file", 2, [], "no messages: the list is empty")], []]
+    sources = [Source(path=name, weight=1) for name in "abc"]
+    with pytest.raises(AerieError, match=r"b: its weight is 1, but none .* \(1 × duplicate prompt, 1 × no messages\)"):
+        choose(rows[:2], None, sources[:2])
+    with pytest.raises(AerieError, match=r"c: its weight is 1, but none .* \(it has none\)"):
+        choose([rows[0], rows[2]], None, [sources[0], sources[2]])
+
+
 def test_every_row_that_is_not_asked_has_a_reason():
     rows = [
         conversation("user"),

@@ -6,12 +6,13 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pyarrow import ArrowInvalid
 
+from . import cli
 from .errors import AerieError
 from .keys import digest_of, file_sha256
 
@@ -304,14 +305,36 @@ def _rows_of(value: Any, text: str) -> Iterator[Any]:
     yield text
 
 
-def mixture(counts: Counter[int], sources: Sequence[Source]) -> dict[int, int]:
-    """How many samples (or prompts) each source gives: all, up to its cap; those with weights as many as keep the weights' proportions."""
+def mixture(counts: Counter[int], sources: Sequence[Source], reasons: Callable[[int], Mapping[str, int]]) -> dict[int, int]:
+    """How many samples (or prompts) each source gives: all, up to its cap; those with weights as many as keep the weights' proportions.
+
+    reasons: why a source's rows cannot be used, for the AerieError where one with a weight has none to give.
+    """
     most = {
         number: counts[number] if one.max_samples is None else min(counts[number], one.max_samples) for number, one in enumerate(sources)
     }
     weights = {number: one.weight for number, one in enumerate(sources) if one.weight is not None}
-    scale = min((most[number] / weight for number, weight in weights.items()), default=0.0)
-    return most | {number: min(most[number], round(weight * scale)) for number, weight in weights.items()}
+    for number, weight in weights.items():
+        if not counts[number]:
+            raise AerieError(
+                f"{sources[number].name}: its weight is {weight:g}, but none of its rows can be used ({by_reason(reasons(number)) or 'it has none'}); "
+                "without it no mixture keeps the weights' proportions. Mend its rows, or take the source or its weight out of the dataset's sources."
+            )
+    shares = {number: most[number] / weight for number, weight in weights.items()}
+    scarce = min(shares, key=lambda number: shares[number], default=0)
+    mixed = most | {number: min(most[number], round(weight * shares[scarce])) for number, weight in weights.items()}
+    for number, weight in weights.items():
+        if not mixed[number]:
+            cli.say(
+                f"WARNING: {sources[number].name}: nothing is taken of it, since its weight of {weight:g} makes less than one of the "
+                f"{counts[number]:,} that it has. Raise its weight, or add data to {sources[scarce].name}, which limits the mixture."
+            )
+    return mixed
+
+
+def by_reason(counts: Mapping[str, int]) -> str:
+    """{reason: rows} for a person."""
+    return ", ".join(f"{count:,} × {reason}" for reason, count in sorted(counts.items()))
 
 
 def limit_of(source: Source, most: int, there: int) -> str:
