@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import zlib
 from typing import Any
 
 import pyarrow as pa
@@ -200,6 +201,83 @@ def test_parquet_folders_and_globs(tmp_path):
     assert [path.name for path in Source(path=str(tmp_path / "*" / "*.jsonl")).files()] == ["b.jsonl"]
     with pytest.raises(AerieError, match="no file there"):
         Source(path=str(tmp_path / "*.csv")).files()
+
+
+@pytest.mark.parametrize("name", ["data [v2].jsonl", "what?.jsonl", "all*.jsonl"])
+def test_a_name_that_is_there_is_no_pattern(tmp_path, name, monkeypatch):
+    folder = tmp_path / "set [1]"
+    folder.mkdir()
+    (folder / name).write_bytes(LINES)
+    (folder / "other.jsonl").write_bytes(LINES)
+    for path, names in [(name, [name]), ("*.jsonl", sorted([name, "other.jsonl"])), ("[o]*.jsonl", ["other.jsonl"])]:
+        assert [file.name for file in Source(path=str(folder / path)).files()] == names
+    assert len(list(read_conversations([folder / name]))) == len(ROWS)
+    monkeypatch.chdir(folder)
+    assert [str(file) for file in Source(path=name).files()] == [name]
+
+
+def many_rows(count):
+    draw = random.Random(0)
+    return [{"prompt": f"{number} {draw.randbytes(20).hex()}", "response": "b"} for number in range(count)]
+
+
+def cut_files():
+    """(name, content, number of complete rows in it)."""
+    rows = many_rows(2000)
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    listed = json.dumps(rows).encode()
+    for name, text in (("a.jsonl", lines), ("a.jsonl", lines[:-1]), ("a.json", lines), ("a.json", listed)):
+        packed = gzip.compress(text, mtime=0)
+        for length in (len(packed) // 2, len(packed) // 7, len(packed) - 4):
+            readable = zlib.decompressobj(wbits=31).decompress(packed[:length])
+            yield f"{name}.gz", packed[:length], readable.count(b"}")  # each row ends in the only one that it has
+        # A frame that is whole, and one that is cut within its first block: what is in the first can be read.
+        half = text[: len(text) // 2 - 1]
+        whole, cut = (pa.compress(part, codec="zstd", asbytes=True) for part in (half, text[len(half) :]))
+        for length in (6, len(cut) // 2):
+            yield f"{name}.zst", whole + cut[:length], half.count(b"}")
+
+
+@pytest.mark.parametrize(("name", "content", "complete"), list(cut_files()))
+def test_of_a_file_that_is_cut_off_the_complete_rows_are_taken(tmp_path, name, content, complete):
+    (tmp_path / name).write_bytes(content)
+    source = Source(path=str(tmp_path / name))
+    with pytest.raises(AerieError, match=r"cut off.* allow_truncated: true"):
+        list(read_rows(source))
+    found = [conversation_of(row).messages[0]["content"] for row in read_rows(source._replace(allow_truncated=True))]
+    assert found == [row["prompt"] for row in many_rows(2000)][:complete] and 200 < complete <= 2000
+
+
+def test_a_file_that_is_cut_off_before_its_first_row_is_an_error(tmp_path):
+    packed = {"gz": gzip.compress(LINES, mtime=0), "zst": pa.compress(LINES, codec="zstd", asbytes=True)}
+    for ending, content in packed.items():
+        for name in ("a.json", "a.jsonl"):
+            path = tmp_path / f"{name}.{ending}"
+            path.write_bytes(content[:6])
+            for source in (Source(path=str(path)), Source(path=str(path), allow_truncated=True)):
+                with pytest.raises(AerieError, match="cut off before its first row"):
+                    list(read_rows(source))
+
+
+def test_a_line_that_is_cut_off_in_a_plain_file(tmp_path):
+    """It is a row that cannot be used, unless one said that the file is cut off."""
+    source = Source(path=str(tmp_path / "a.jsonl"))
+    for lost, whole in ((1, 7), (2, 6)):  # the line break; and the row's last bracket
+        (tmp_path / "a.jsonl").write_bytes(LINES[:-lost])
+        assert [bool(conversation_of(row).problem) for row in read_rows(source)] == [False] * whole + [True] * (7 - whole)
+        assert len(list(read_rows(source._replace(allow_truncated=True)))) == whole
+
+
+def test_a_file_without_a_row_is_named(tmp_path, capsys):
+    pq.write_table(pa.Table.from_pylist(ROWS[:0], schema=pa.schema([("prompt", pa.string())])), tmp_path / "b.parquet")
+    for name, content in (("a.jsonl", b""), ("c.jsonl", b" \n\n"), ("d.json", b"[]"), ("e.jsonl", LINES), ("f.jsonl.zst", b"")):
+        (tmp_path / name).write_bytes(content)
+    assert len(list(read_rows(Source(path=str(tmp_path))))) == len(ROWS)
+    warned = [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING")]
+    assert warned == [
+        f"WARNING: {tmp_path / name}: no row in it. Get it again, or take it out of the dataset's sources."
+        for name in ("a.jsonl", "b.parquet", "c.jsonl", "d.json", "f.jsonl.zst")
+    ]
 
 
 def test_files_that_cannot_be_read_are_errors(tmp_path):
