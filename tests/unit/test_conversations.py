@@ -1,5 +1,6 @@
 """Sources and shapes: what becomes of each row, whatever its form."""
 
+import datetime
 import gzip
 import json
 import random
@@ -35,6 +36,15 @@ CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": 1}}
         ({"instruction": "c", "history": [["a", "b"]], "output": "d", "system": "s"},
          [said("system", "s"), said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "d")]),
         ({"system": "s", "conversations": [{"from": "human", "value": "a"}]}, [said("system", "s"), said("user", "a")]),
+        ({"instruction": "a", "context": "b", "response": "c", "category": "d"}, [said("user", "a\nb"), said("assistant", "c")]),  # Dolly
+        ({"instruction": "a", "context": "", "response": "c"}, [said("user", "a"), said("assistant", "c")]),
+        ({"id": "1", "system_prompt": "s", "question": "a", "response": "b"},  # OpenOrca
+         [said("system", "s"), said("user", "a"), said("assistant", "b")]),
+        ({"system_prompt": "", "question": "a", "response": "b"}, [said("user", "a"), said("assistant", "b")]),
+        ({"system_prompt": "t", "messages": [said("system", "s"), said("user", "a")]}, [said("system", "s"), said("user", "a")]),
+        ({"instruction": "a", "input": "b", "chosen": [said("assistant", "c")]}, [said("user", "a\nb"), said("assistant", "c")]),
+        ({"question": "a", "answer": ["b", "c"]}, [said("user", "a")]),  # NQ-open: the answers that count as right
+        ({"question": "a", "answer": ["b"]}, [said("user", "a"), said("assistant", "b")]),
         ({"prompt": "a", "response": "b"}, [said("user", "a"), said("assistant", "b")]),
         ({"question": "a", "answer": "b"}, [said("user", "a"), said("assistant", "b")]),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, [said("user", "a"), said("assistant", "b")]),
@@ -124,6 +134,10 @@ ODD_ROWS = [
     (calling("[]"), "bad tool call: the arguments in message 2 are a list"),
     (calling("{"), "bad tool call: the arguments in message 2 are not valid JSON"),
     (calling("{}", name=None), "bad tool call: message 2 calls no function by name"),
+    ({"prompt": "a", "context": {"title": ["b"]}, "response": "c"}, "wrong type: context holds a dict, expected text"),
+    ({"prompt": "a", "system_prompt": ["b"], "response": "c"}, "wrong type: system_prompt holds a list, expected text"),
+    (calling('{"at": NaN}'), "bad tool call: the arguments in message 2 are no JSON"),
+    ({"input_ids": None}, "unknown shape: keys input_ids"),
     ({"input_ids": [1, 2]}, "no loss_mask"),
     ({"input_ids": [1, 2], "loss_mask": [1]}, "wrong length: 2 input_ids, 1 values in loss_mask"),
     ({"input_ids": [1, "2"], "loss_mask": [1, 1]}, "wrong type: input_ids"),
@@ -201,6 +215,72 @@ def test_parquet_folders_and_globs(tmp_path):
     assert [path.name for path in Source(path=str(tmp_path / "*" / "*.jsonl")).files()] == ["b.jsonl"]
     with pytest.raises(AerieError, match="no file there"):
         Source(path=str(tmp_path / "*.csv")).files()
+
+
+def call(name, arguments, **more):
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}],
+        **more,
+    }
+
+
+def offer(name, **properties):
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+
+
+# Rows whose objects have different keys: Arrow gives each the keys of all.
+UNLIKE: list[dict[str, Any]] = [
+    {"messages": [said("user", "q"), call("weather", {"city": "Rome"})], "tools": [offer("weather", city={"type": "string"})]},
+    {
+        "messages": [said("user", "q"), call("add", {"a": 1, "of": [{"b": 2}, {"c": {"d": None}}]}), said("tool", "3", name="add")],
+        "tools": [offer("add", a={"type": "integer", "enum": [1, None]}), offer("none")],
+    },
+    {"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    {"input_ids": [5, 6], "loss_mask": [0, 1]},
+    {"prompt": "q", "response": "a"},
+]
+
+
+def without_d(row):
+    """A null that was written is the same to Arrow as one that was not."""
+    return json.loads(json.dumps(row).replace('"d": null', ""))
+
+
+def test_nulls_that_arrow_filled_in_are_not_there(tmp_path, monkeypatch):
+    keys = {key: None for row in UNLIKE for key in row}
+    pq.write_table(pa.Table.from_pylist([keys | row for row in UNLIKE]), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(without_d(row)) + "\n" for row in UNLIKE))
+    expected = [one._replace(source="") for one in read_conversations([tmp_path / "a.jsonl"])]
+    assert not any(one.problem for one in expected)
+    assert [one._replace(source="") for one in read_conversations([tmp_path / "a.parquet"])] == expected
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pq.read_table(tmp_path / "a.parquet").to_pylist())
+    hub = read_rows(Source(hub_id="a/b", revision="0" * 40, split="train"))
+    assert [conversation_of(row)._replace(source="") for row in hub] == expected
+
+
+def test_nulls_that_were_written_are_there(tmp_path):
+    """In a file of JSON, and in JSON text in a column."""
+    arguments = {"city": "Rome", "day": None}
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [said("user", "q"), call("weather", arguments)]}))
+    rows = [{"messages": [said("user", "q"), call("weather", json.dumps(arguments))]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.parquet"):
+        [found] = read_conversations([tmp_path / name])
+        assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_what_is_no_json_in_a_parquet_file_rejects_its_row(tmp_path):
+    day = datetime.datetime(2020, 1, 1)
+    rows = {
+        "bad tool call: the arguments in message 2 are no JSON": {"messages": [said("user", "q"), call("look", {"at": day})]},
+        "bad tools: they are no JSON": {"prompt": "q", "tools": [{"name": "look", "parameters": {"since": b"x"}}]},
+        "wrong type: message 2 is no JSON": {"messages": [{"from": "human", "value": "q"}, said("tool", {"at": day})]},
+    }
+    for reason, row in rows.items():
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+        assert [one.problem.partition(": Object")[0] for one in read_conversations([tmp_path / "a.parquet"])] == [reason]
 
 
 @pytest.mark.parametrize("name", ["data [v2].jsonl", "what?.jsonl", "all*.jsonl"])

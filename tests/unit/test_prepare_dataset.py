@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 import prepare_dataset
 from aerie import audit
+from aerie.conversations import conversation_of
 from aerie.errors import AerieError, Terminated
 from aerie.keys import digest_of
 from aerie.preparation import Options, choose, prepare
@@ -73,6 +74,7 @@ def test_rows_are_kept_or_rejected(made):
     mute = [{"role": role, "content": "" if role == "assistant" else "x"} for role in ("system", "user", "assistant", "user")]
     unasked = [{"role": "user", "content": " "}, {"role": "assistant", "content": "x"}]
     others = [{"messages": unasked}, {"messages": None}, {"input_ids": [4, 5], "loss_mask": [0, 0]}]
+    others.append({"question": "when?", "answer": ["June 14", "14 June 1947"]})
     found = made([*many(30), talk("question 3", "answer 9"), talk("only", ""), {"messages": []}, {"messages": mute}, *others])
     assert [(one["line"], one["reason"], one["detail"]) for one in found.rejects()] == [
         (31, "duplicate", "same as f.jsonl:4"),
@@ -82,9 +84,10 @@ def test_rows_are_kept_or_rejected(made):
         (35, "no user message with text", "found 1 user without text, 1 assistant"),
         (36, "no messages", "messages is null"),
         (37, "no supervised token", "of the 2 tokens, none has 1 in the mask"),
+        (38, "no assistant turn with text", "found 1 user; alternative answers left out"),
     ]
     stats = prepare_dataset.describe(found)
-    assert stats["rows"] == 37 == stats["kept"] + sum(stats["rejected"].values()) and stats["kept"] == 30
+    assert stats["rows"] == 38 == stats["kept"] + sum(stats["rejected"].values()) and stats["kept"] == 30
 
 
 def test_odd_rows_one_by_one(made):
@@ -337,6 +340,16 @@ def test_the_ledger_of_regenerated_answers_names_the_original_rows(target, regen
     assert "asked 6 prompts, and 4 conversations came of them. 1 of 4 end in an answer that reached max_new_tokens and was kept" in text
     for said in ("dropped: empty answer 2", "dropped: duplicate prompt 5", "kept without its later turns: repeats itself 1"):
         assert said in text
+
+
+def test_what_the_target_said_is_known_by_its_file(regenerated, tmp_path):
+    """Not by its keys: a user's row may have each of them."""
+    own = {"prompt_key": "k", "source": "s", "line": 1, "messages": [], "prompt": "q", "finish_reason": "length"}
+    own["messages"] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    (tmp_path / "own.jsonl").write_text(json.dumps(own))
+    _, rows = numbered_rows([regenerated, Source(path=str(tmp_path / "own.jsonl"))])
+    found = [(row.line, conversation.generated, conversation.cut) for _, row in rows for conversation in [conversation_of(row)]]
+    assert found == [(7, True, False), (3, True, True), (2, True, False), (9, True, False), (1, False, False)]
 
 
 def test_a_weight_holds_for_all_regenerated_answers(regenerated):

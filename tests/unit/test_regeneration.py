@@ -240,7 +240,7 @@ def test_a_new_version_keeps_the_answers_in_the_store():
 
 def test_golden(tmp_path):
     """The same rows and answers give the same files for ever, or VERSION is raised (then record the new digest with it)."""
-    recorded = {5: "cc3ef539f584d37ad768e77dd3623adb07c701631e8bb52f33b81d91c99d48d0"}
+    recorded = {6: "cc3ef539f584d37ad768e77dd3623adb07c701631e8bb52f33b81d91c99d48d0"}
     rows = [conversation("system", "user", "assistant", "user"), conversation("user", line=2, tag=" b"), conversation("tool", line=3)]
     prompts, rejected = choose([rows], None)
     responses = []

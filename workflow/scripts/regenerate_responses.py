@@ -49,7 +49,7 @@ from aerie.sources import Source, by_reason, read_rows, sources_digest
 from aerie.stage import Recipe, StageResult, run_stage
 from aerie.targets import Target
 
-VERSION = 5
+VERSION = 6
 ANSWERS_VERSION = 3  # of the answers in the store, which cost the most: raised only when the target would be asked otherwise
 
 # What an answer depends on; the other settings only choose among prompts and answers.
