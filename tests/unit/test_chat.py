@@ -51,9 +51,9 @@ def test_a_cut_answer_has_no_end_of_turn(tokenizer):
 def test_what_the_target_said_is_not_trimmed(tmp_path):
     other = templated(tmp_path, TRIMMING)
     row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": " a\n"}], "finish_reason": "stop"}
-    [found] = render(read_row(row, "f", 1), other, [other.eos_token_id])
+    [found] = render(read_row(row, "f", 1, generated=True), other, [other.eos_token_id])
     assert supervised(other, found) == [" a\n<|im_end|>"]
-    [found] = render(read_row(row | {"finish_reason": None}, "f", 1), other, [other.eos_token_id])
+    [found] = render(read_row(row, "f", 1), other, [other.eos_token_id])
     assert supervised(other, found) == ["a<|im_end|>"]
 
 
@@ -132,6 +132,17 @@ def test_thoughts_are_supervised_and_empty_ones_are_scaffold(tmp_path):
     assert notes == []
 
 
+@pytest.mark.parametrize("reason", ["stop", "length", "tool_calls"])
+def test_a_finish_reason_changes_nothing_in_the_rows_of_others(tmp_path, reason):
+    """As dumps of an API have it: only regenerate_responses' answers are the target's own words."""
+    other = templated(tmp_path, THINKING)
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": " a", "reasoning_content": "hm"}]
+    [row], notes = Renderer(other, [other.eos_token_id]).render(read_row({"messages": talk, "finish_reason": reason}, "f", 1))
+    # the template, written out by hand
+    assert other.decode(row.input_ids) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\nhm\n</think>\n\n a<|im_end|>\n"
+    assert supervised(other, row) == ["<think>\nhm\n</think>\n\n a<|im_end|>"] and notes == []
+
+
 def test_the_last_turn_alone(tokenizer, tmp_path):
     talk = conversation(("user", "Hi"), ("assistant", "Hello"), ("user", "More"), ("assistant", "No"))
     [row] = Renderer(tokenizer, [tokenizer.eos_token_id], last_turn_only=True).render(talk)[0]
@@ -160,7 +171,7 @@ def test_what_the_target_said_itself_is_taken_as_it_came(tmp_path):
     with pytest.raises(Unusable, match="does not begin with its prompt"):
         Renderer(other, [other.eos_token_id]).render(read_row(row, "f", 1))
     for reason, end in (("stop", "<|im_end|>"), ("length", "")):
-        [found] = Renderer(other, [other.eos_token_id]).render(read_row(row | {"finish_reason": reason}, "f", 1))[0]
+        [found] = Renderer(other, [other.eos_token_id]).render(read_row(row | {"finish_reason": reason}, "f", 1, generated=True))[0]
         assert supervised(other, found) == [f"hm</think>a{end}"]
         assert other.decode(found.input_ids) == f"<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\nhm</think>a{end}"
 

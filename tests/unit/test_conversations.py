@@ -1,8 +1,10 @@
 """Sources and shapes: what becomes of each row, whatever its form."""
 
+import datetime
 import gzip
 import json
 import random
+import zlib
 from typing import Any
 
 import pyarrow as pa
@@ -34,6 +36,15 @@ CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": 1}}
         ({"instruction": "c", "history": [["a", "b"]], "output": "d", "system": "s"},
          [said("system", "s"), said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "d")]),
         ({"system": "s", "conversations": [{"from": "human", "value": "a"}]}, [said("system", "s"), said("user", "a")]),
+        ({"instruction": "a", "context": "b", "response": "c", "category": "d"}, [said("user", "a\nb"), said("assistant", "c")]),  # Dolly
+        ({"instruction": "a", "context": "", "response": "c"}, [said("user", "a"), said("assistant", "c")]),
+        ({"id": "1", "system_prompt": "s", "question": "a", "response": "b"},  # OpenOrca
+         [said("system", "s"), said("user", "a"), said("assistant", "b")]),
+        ({"system_prompt": "", "question": "a", "response": "b"}, [said("user", "a"), said("assistant", "b")]),
+        ({"system_prompt": "t", "messages": [said("system", "s"), said("user", "a")]}, [said("system", "s"), said("user", "a")]),
+        ({"instruction": "a", "input": "b", "chosen": [said("assistant", "c")]}, [said("user", "a\nb"), said("assistant", "c")]),
+        ({"question": "a", "answer": ["b", "c"]}, [said("user", "a")]),  # NQ-open: the answers that count as right
+        ({"question": "a", "answer": ["b"]}, [said("user", "a"), said("assistant", "b")]),
         ({"prompt": "a", "response": "b"}, [said("user", "a"), said("assistant", "b")]),
         ({"question": "a", "answer": "b"}, [said("user", "a"), said("assistant", "b")]),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, [said("user", "a"), said("assistant", "b")]),
@@ -123,6 +134,10 @@ ODD_ROWS = [
     (calling("[]"), "bad tool call: the arguments in message 2 are a list"),
     (calling("{"), "bad tool call: the arguments in message 2 are not valid JSON"),
     (calling("{}", name=None), "bad tool call: message 2 calls no function by name"),
+    ({"prompt": "a", "context": {"title": ["b"]}, "response": "c"}, "wrong type: context holds a dict, expected text"),
+    ({"prompt": "a", "system_prompt": ["b"], "response": "c"}, "wrong type: system_prompt holds a list, expected text"),
+    (calling('{"at": NaN}'), "bad tool call: the arguments in message 2 are no JSON"),
+    ({"input_ids": None}, "unknown shape: keys input_ids"),
     ({"input_ids": [1, 2]}, "no loss_mask"),
     ({"input_ids": [1, 2], "loss_mask": [1]}, "wrong length: 2 input_ids, 1 values in loss_mask"),
     ({"input_ids": [1, "2"], "loss_mask": [1, 1]}, "wrong type: input_ids"),
@@ -200,6 +215,149 @@ def test_parquet_folders_and_globs(tmp_path):
     assert [path.name for path in Source(path=str(tmp_path / "*" / "*.jsonl")).files()] == ["b.jsonl"]
     with pytest.raises(AerieError, match="no file there"):
         Source(path=str(tmp_path / "*.csv")).files()
+
+
+def call(name, arguments, **more):
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}],
+        **more,
+    }
+
+
+def offer(name, **properties):
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+
+
+# Rows whose objects have different keys: Arrow gives each the keys of all.
+UNLIKE: list[dict[str, Any]] = [
+    {"messages": [said("user", "q"), call("weather", {"city": "Rome"})], "tools": [offer("weather", city={"type": "string"})]},
+    {
+        "messages": [said("user", "q"), call("add", {"a": 1, "of": [{"b": 2}, {"c": {"d": None}}]}), said("tool", "3", name="add")],
+        "tools": [offer("add", a={"type": "integer", "enum": [1, None]}), offer("none")],
+    },
+    {"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    {"input_ids": [5, 6], "loss_mask": [0, 1]},
+    {"prompt": "q", "response": "a"},
+]
+
+
+def without_d(row):
+    """A null that was written is the same to Arrow as one that was not."""
+    return json.loads(json.dumps(row).replace('"d": null', ""))
+
+
+def test_nulls_that_arrow_filled_in_are_not_there(tmp_path, monkeypatch):
+    keys = {key: None for row in UNLIKE for key in row}
+    pq.write_table(pa.Table.from_pylist([keys | row for row in UNLIKE]), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(without_d(row)) + "\n" for row in UNLIKE))
+    expected = [one._replace(source="") for one in read_conversations([tmp_path / "a.jsonl"])]
+    assert not any(one.problem for one in expected)
+    assert [one._replace(source="") for one in read_conversations([tmp_path / "a.parquet"])] == expected
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pq.read_table(tmp_path / "a.parquet").to_pylist())
+    hub = read_rows(Source(hub_id="a/b", revision="0" * 40, split="train"))
+    assert [conversation_of(row)._replace(source="") for row in hub] == expected
+
+
+def test_nulls_that_were_written_are_there(tmp_path):
+    """In a file of JSON, and in JSON text in a column."""
+    arguments = {"city": "Rome", "day": None}
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [said("user", "q"), call("weather", arguments)]}))
+    rows = [{"messages": [said("user", "q"), call("weather", json.dumps(arguments))]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.parquet"):
+        [found] = read_conversations([tmp_path / name])
+        assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_what_is_no_json_in_a_parquet_file_rejects_its_row(tmp_path):
+    day = datetime.datetime(2020, 1, 1)
+    rows = {
+        "bad tool call: the arguments in message 2 are no JSON": {"messages": [said("user", "q"), call("look", {"at": day})]},
+        "bad tools: they are no JSON": {"prompt": "q", "tools": [{"name": "look", "parameters": {"since": b"x"}}]},
+        "wrong type: message 2 is no JSON": {"messages": [{"from": "human", "value": "q"}, said("tool", {"at": day})]},
+    }
+    for reason, row in rows.items():
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+        assert [one.problem.partition(": Object")[0] for one in read_conversations([tmp_path / "a.parquet"])] == [reason]
+
+
+@pytest.mark.parametrize("name", ["data [v2].jsonl", "what?.jsonl", "all*.jsonl"])
+def test_a_name_that_is_there_is_no_pattern(tmp_path, name, monkeypatch):
+    folder = tmp_path / "set [1]"
+    folder.mkdir()
+    (folder / name).write_bytes(LINES)
+    (folder / "other.jsonl").write_bytes(LINES)
+    for path, names in [(name, [name]), ("*.jsonl", sorted([name, "other.jsonl"])), ("[o]*.jsonl", ["other.jsonl"])]:
+        assert [file.name for file in Source(path=str(folder / path)).files()] == names
+    assert len(list(read_conversations([folder / name]))) == len(ROWS)
+    monkeypatch.chdir(folder)
+    assert [str(file) for file in Source(path=name).files()] == [name]
+
+
+def many_rows(count):
+    draw = random.Random(0)
+    return [{"prompt": f"{number} {draw.randbytes(20).hex()}", "response": "b"} for number in range(count)]
+
+
+def cut_files():
+    """(name, content, number of complete rows in it)."""
+    rows = many_rows(2000)
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    listed = json.dumps(rows).encode()
+    for name, text in (("a.jsonl", lines), ("a.jsonl", lines[:-1]), ("a.json", lines), ("a.json", listed)):
+        packed = gzip.compress(text, mtime=0)
+        for length in (len(packed) // 2, len(packed) // 7, len(packed) - 4):
+            readable = zlib.decompressobj(wbits=31).decompress(packed[:length])
+            yield f"{name}.gz", packed[:length], readable.count(b"}")  # each row ends in the only one that it has
+        # A frame that is whole, and one that is cut within its first block: what is in the first can be read.
+        half = text[: len(text) // 2 - 1]
+        whole, cut = (pa.compress(part, codec="zstd", asbytes=True) for part in (half, text[len(half) :]))
+        for length in (6, len(cut) // 2):
+            yield f"{name}.zst", whole + cut[:length], half.count(b"}")
+
+
+@pytest.mark.parametrize(("name", "content", "complete"), list(cut_files()))
+def test_of_a_file_that_is_cut_off_the_complete_rows_are_taken(tmp_path, name, content, complete):
+    (tmp_path / name).write_bytes(content)
+    source = Source(path=str(tmp_path / name))
+    with pytest.raises(AerieError, match=r"cut off.* allow_truncated: true"):
+        list(read_rows(source))
+    found = [conversation_of(row).messages[0]["content"] for row in read_rows(source._replace(allow_truncated=True))]
+    assert found == [row["prompt"] for row in many_rows(2000)][:complete] and 200 < complete <= 2000
+
+
+def test_a_file_that_is_cut_off_before_its_first_row_is_an_error(tmp_path):
+    packed = {"gz": gzip.compress(LINES, mtime=0), "zst": pa.compress(LINES, codec="zstd", asbytes=True)}
+    for ending, content in packed.items():
+        for name in ("a.json", "a.jsonl"):
+            path = tmp_path / f"{name}.{ending}"
+            path.write_bytes(content[:6])
+            for source in (Source(path=str(path)), Source(path=str(path), allow_truncated=True)):
+                with pytest.raises(AerieError, match="cut off before its first row"):
+                    list(read_rows(source))
+
+
+def test_a_line_that_is_cut_off_in_a_plain_file(tmp_path):
+    """It is a row that cannot be used, unless one said that the file is cut off."""
+    source = Source(path=str(tmp_path / "a.jsonl"))
+    for lost, whole in ((1, 7), (2, 6)):  # the line break; and the row's last bracket
+        (tmp_path / "a.jsonl").write_bytes(LINES[:-lost])
+        assert [bool(conversation_of(row).problem) for row in read_rows(source)] == [False] * whole + [True] * (7 - whole)
+        assert len(list(read_rows(source._replace(allow_truncated=True)))) == whole
+
+
+def test_a_file_without_a_row_is_named(tmp_path, capsys):
+    pq.write_table(pa.Table.from_pylist(ROWS[:0], schema=pa.schema([("prompt", pa.string())])), tmp_path / "b.parquet")
+    for name, content in (("a.jsonl", b""), ("c.jsonl", b" \n\n"), ("d.json", b"[]"), ("e.jsonl", LINES), ("f.jsonl.zst", b"")):
+        (tmp_path / name).write_bytes(content)
+    assert len(list(read_rows(Source(path=str(tmp_path))))) == len(ROWS)
+    warned = [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING")]
+    assert warned == [
+        f"WARNING: {tmp_path / name}: no row in it. Get it again, or take it out of the dataset's sources."
+        for name in ("a.jsonl", "b.parquet", "c.jsonl", "d.json", "f.jsonl.zst")
+    ]
 
 
 def test_files_that_cannot_be_read_are_errors(tmp_path):

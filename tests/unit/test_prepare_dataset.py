@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 import prepare_dataset
 from aerie import audit
+from aerie.conversations import conversation_of
 from aerie.errors import AerieError, Terminated
 from aerie.keys import digest_of
 from aerie.preparation import Options, choose, prepare
@@ -73,6 +74,7 @@ def test_rows_are_kept_or_rejected(made):
     mute = [{"role": role, "content": "" if role == "assistant" else "x"} for role in ("system", "user", "assistant", "user")]
     unasked = [{"role": "user", "content": " "}, {"role": "assistant", "content": "x"}]
     others = [{"messages": unasked}, {"messages": None}, {"input_ids": [4, 5], "loss_mask": [0, 0]}]
+    others.append({"question": "when?", "answer": ["June 14", "14 June 1947"]})
     found = made([*many(30), talk("question 3", "answer 9"), talk("only", ""), {"messages": []}, {"messages": mute}, *others])
     assert [(one["line"], one["reason"], one["detail"]) for one in found.rejects()] == [
         (31, "duplicate", "same as f.jsonl:4"),
@@ -82,9 +84,10 @@ def test_rows_are_kept_or_rejected(made):
         (35, "no user message with text", "found 1 user without text, 1 assistant"),
         (36, "no messages", "messages is null"),
         (37, "no supervised token", "of the 2 tokens, none has 1 in the mask"),
+        (38, "no assistant turn with text", "found 1 user; alternative answers left out"),
     ]
     stats = prepare_dataset.describe(found)
-    assert stats["rows"] == 37 == stats["kept"] + sum(stats["rejected"].values()) and stats["kept"] == 30
+    assert stats["rows"] == 38 == stats["kept"] + sum(stats["rejected"].values()) and stats["kept"] == 30
 
 
 def test_odd_rows_one_by_one(made):
@@ -154,6 +157,40 @@ def test_sources_are_mixed_by_weight_and_cap(made):
     # 3 : 1 from 100 and 50 rows: the first is used up; the third has no weight and is taken whole
     assert counts(Source(weight=3), Source(weight=1), Source()) == [100, 33, 30]
     assert counts(Source(weight=1), Source(weight=1), Source(weight=1, max_samples=7)) == [7, 7, 7]
+
+
+def test_a_weight_without_a_usable_row_is_an_error_that_says_why(made):
+    sources = [Source(path="x", weight=3), Source(path="y", weight=0.5), Source(path="z")]
+    answered, mute = [talk(f"x {number}", "a") for number in range(9)], [talk(f"y {number}", "") for number in range(4)]
+    cause = r"y: its weight is 0\.5, but none of its rows can be used \(2 × duplicate, 4 × no assistant turn with text\).*take the source"
+    with pytest.raises(AerieError, match=cause):
+        made([answered, [*mute, *answered[:2]], many(5)], sources)
+    with pytest.raises(AerieError, match=r"y: its weight is 0\.5, but none of its rows can be used \(it has none\)"):
+        made([answered, [], many(5)], sources)
+
+
+def test_a_weight_that_gives_nothing_is_warned_of(made, capsys):
+    rows = [[talk(f"{name} {number}", "a") for number in range(40)] for name in "xyz"]
+    found = made(rows, [Source(path="x", weight=1000), Source(path="y", weight=12), Source(path="z", weight=13)])
+    # 40 / 1000 = 0.04 a unit of weight: 0.48 and 0.52 samples
+    assert [one["samples"] for one in prepare_dataset.describe(found)["sources"]] == [40, 0, 1]
+    assert capsys.readouterr().err.count("WARNING") == 1
+    made(rows, [Source(path="x", weight=1000), Source(path="y", weight=12), Source(path="z")])
+    assert "WARNING: y: nothing is taken of it, since its weight of 12 makes less than one of the 40" in capsys.readouterr().err
+
+
+def test_sources_without_a_row_are_an_error_that_names_them(made, tmp_path):
+    with pytest.raises(AerieError, match="no row in x, y; expected conversations"):
+        prepare_dataset.check(made([[], []], [Source(path="x"), Source(path="y")]), 0.1, tmp_path)
+
+
+def test_rows_supervised_from_their_first_token_are_not_one_prompt(made):
+    """Each decides for itself; all others still by what comes before the first supervised token, or the first message."""
+    whole = [{"input_ids": [5, 6, 7 + number], "loss_mask": [1, 1, number % 2]} for number in range(40)]
+    found = made([*whole, {"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1]}, talk("q", "a")])
+    prompts = [entry.prompt.hex() for entry in found.entries]
+    assert len(set(prompts)) == 42 and prompts[40:] == [digest_of([5, 6]), digest_of("q")]
+    assert set(splits(made(whole)).values()) == {"train", "validation"}
 
 
 def test_a_row_that_is_not_chosen_names_the_limit(made):
@@ -305,6 +342,16 @@ def test_the_ledger_of_regenerated_answers_names_the_original_rows(target, regen
         assert said in text
 
 
+def test_what_the_target_said_is_known_by_its_file(regenerated, tmp_path):
+    """Not by its keys: a user's row may have each of them."""
+    own = {"prompt_key": "k", "source": "s", "line": 1, "messages": [], "prompt": "q", "finish_reason": "length"}
+    own["messages"] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    (tmp_path / "own.jsonl").write_text(json.dumps(own))
+    _, rows = numbered_rows([regenerated, Source(path=str(tmp_path / "own.jsonl"))])
+    found = [(row.line, conversation.generated, conversation.cut) for _, row in rows for conversation in [conversation_of(row)]]
+    assert found == [(7, True, False), (3, True, True), (2, True, False), (9, True, False), (1, False, False)]
+
+
 def test_a_weight_holds_for_all_regenerated_answers(regenerated):
     listed, rows = numbered_rows([Source(path="none.jsonl"), regenerated._replace(weight=2)])
     assert [source.weight for source in listed] == [None, 2]
@@ -366,7 +413,7 @@ def test_the_command(target, tmp_path):
 def test_golden(made, tmp_path):
     """The same input gives the same bytes for ever, or VERSION is raised (then record the new digests with it)."""
     recorded = {
-        4: (
+        5: (
             "807db294cc7578e800c3f1348c4dd2bdef07b3aba77e82bebc64279bc81c484d",
             "f6ccc802b42424f6505edabdc1c89ec1c6d526328f9d84da509d45683c07d6db",
         )

@@ -11,12 +11,14 @@ import json
 import re
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from test_text_parts import texts
 
 import real_files
 from aerie.chat import Renderer, Unusable
-from aerie.conversations import read_row
+from aerie.conversations import read_conversations, read_row
 
 pytestmark = pytest.mark.long
 CONVERSATIONS = 220
@@ -292,3 +294,23 @@ def test_special_tokens_that_a_user_writes_stay_text(name):
         assert special == [token for token in clean.input_ids if token in renderer.special_ids]
         assert notes == ["special token in a text"] * 3
         assert supervised(tokenizer, row) == [f"The token {text} ends.{supervised(tokenizer, clean)[0].removeprefix('It is so.')}"]
+
+
+def test_rows_of_a_parquet_file_and_of_an_api_dump_are_as_transformers_renders_them(tmp_path):
+    """Neither the nulls that Arrow puts into objects of different keys, nor a finish_reason beside the messages, is in the text."""
+    tokenizer = real_files.tokenizer("qwen3")
+    rows = []
+    for name, arguments, thought in (("weather", {"city": "Rome"}, "I look."), ("add", {"a": 1, "b": 2}, "I add.")):
+        call = {"type": "function", "id": "call00000", "function": {"name": name, "arguments": arguments}}
+        properties = {key: {"type": "string" if value == "Rome" else "integer"} for key, value in arguments.items()}
+        tool = {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": thought}
+        rows.append({"messages": [{"role": "user", "content": "q"}, answer], "tools": [tool], "finish_reason": "stop"})
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    found = list(read_conversations([tmp_path / "a.parquet"]))
+    renderer = Renderer(tokenizer, [tokenizer.eos_token_id])
+    for row, conversation in zip(rows, found, strict=True):
+        [rendered], notes = renderer.render(conversation)
+        text = tokenizer.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)
+        assert whole(tokenizer, rendered) == text and notes == []
+        assert supervised(tokenizer, rendered) == CHATML.findall(text)

@@ -128,6 +128,15 @@ def test_sources_give_prompts_by_cap_and_weight():
     assert Counter(one.detail for one in rejected) == {"beyond max_prompts (or max_samples) of 9 for the whole dataset": 51}
 
 
+def test_a_weight_without_a_prompt_is_an_error_that_says_why():
+    rows = [[conversation("user")], [conversation("user"), Conversation("file", 2, [], "no messages: the list is empty")], []]
+    sources = [Source(path=name, weight=1) for name in "abc"]
+    with pytest.raises(AerieError, match=r"b: its weight is 1, but none .* \(1 × duplicate prompt, 1 × no messages\)"):
+        choose(rows[:2], None, sources[:2])
+    with pytest.raises(AerieError, match=r"c: its weight is 1, but none .* \(it has none\)"):
+        choose([rows[0], rows[2]], None, [sources[0], sources[2]])
+
+
 def test_every_row_that_is_not_asked_has_a_reason():
     rows = [
         conversation("user"),
@@ -231,7 +240,7 @@ def test_a_new_version_keeps_the_answers_in_the_store():
 
 def test_golden(tmp_path):
     """The same rows and answers give the same files for ever, or VERSION is raised (then record the new digest with it)."""
-    recorded = {5: "cc3ef539f584d37ad768e77dd3623adb07c701631e8bb52f33b81d91c99d48d0"}
+    recorded = {6: "cc3ef539f584d37ad768e77dd3623adb07c701631e8bb52f33b81d91c99d48d0"}
     rows = [conversation("system", "user", "assistant", "user"), conversation("user", line=2, tag=" b"), conversation("tool", line=3)]
     prompts, rejected = choose([rows], None)
     responses = []

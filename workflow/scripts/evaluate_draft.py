@@ -36,7 +36,7 @@ from aerie.targets import Target
 from aerie.vllm_options import served_length
 from aerie.vocabulary import draft_map
 
-VERSION = 4
+VERSION = 5
 NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 IN_MANIFEST = (
     *("acceptance_length", "accepted_per_position", "confidence", "drafts", "draft_tokens", "accepted_tokens", "tokens_past_the_end"),

@@ -20,14 +20,14 @@ import numpy as np
 
 from aerie import audit, cli
 from aerie.errors import AerieError
-from aerie.preparation import NOT_COUNTED, Fate, Options, Prepared, by_reason, check_rejected, choose, prepare, write_rejects
+from aerie.preparation import NOT_COUNTED, Fate, Options, Prepared, check_rejected, choose, prepare, write_rejects
 from aerie.regeneration import cut_off_warning
 from aerie.samples import write_samples
-from aerie.sources import Source, numbered_rows, sources_digest
+from aerie.sources import Source, by_reason, numbered_rows, sources_digest
 from aerie.stage import Recipe, StageResult, read_manifest, run_stage
 from aerie.targets import Target
 
-VERSION = 4
+VERSION = 5
 
 
 def main(args: argparse.Namespace) -> None:
@@ -72,6 +72,8 @@ def check(prepared: Prepared, max_rejected: float, where: Path) -> None:
     ]
     reasons = by_reason(_reasons(prepared.fates))
     check_rejected(faulty, reasons, len(prepared.fates), max_rejected, where)
+    if not prepared.fates:
+        raise AerieError(f"no row in {', '.join(prepared.sources)}; expected conversations. Check the dataset's sources.")
     for split in ("train", "validation"):
         if split not in prepared.chosen.values():
             raise AerieError(

@@ -28,7 +28,7 @@ from aerie.devices import lease
 from aerie.errors import AerieError
 from aerie.generation import Answer
 from aerie.keys import digest_of
-from aerie.preparation import by_reason, check_rejected, write_rejects
+from aerie.preparation import check_rejected, write_rejects
 from aerie.progress import Progress, loading
 from aerie.regeneration import (
     Answers,
@@ -41,14 +41,15 @@ from aerie.regeneration import (
     cut_off_warning,
     fault_of,
     figures_of,
+    reason_of,
     responses_digest,
     write_responses,
 )
-from aerie.sources import Source, read_rows, sources_digest
+from aerie.sources import Source, by_reason, read_rows, sources_digest
 from aerie.stage import Recipe, StageResult, run_stage
 from aerie.targets import Target
 
-VERSION = 5
+VERSION = 6
 ANSWERS_VERSION = 3  # of the answers in the store, which cost the most: raised only when the target would be asked otherwise
 
 # What an answer depends on; the other settings only choose among prompts and answers.
@@ -92,7 +93,7 @@ def regenerate(recipe: Recipe, target: Target, sources: Sequence[Source], store:
     found = [(source, map(conversation_of, read_rows(source))) for source in sources]
     prompts, rejected = choose_prompts(found, settings["max_prompts"], settings.get("system_prompt"))
     faulty = [f"{one.source}:{one.line}: {one.detail}" for one in rejected if one.reason == "unusable row"]
-    counts = Counter(one.detail.partition(": ")[0] if one.reason == "unusable row" else one.reason for one in rejected)
+    counts = Counter(map(reason_of, rejected))
     write_rejects(in_order(rejected), work / "rejects.jsonl")
     check_rejected(faulty, by_reason(counts), len(prompts) + len(rejected), settings.get("max_rejected", 1.0), work / "rejects.jsonl")
     if not prompts:

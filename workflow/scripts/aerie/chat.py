@@ -108,7 +108,8 @@ class Renderer:
             place for place, one in enumerate(messages) if one["role"] == "assistant" and ("tool_calls" in one or one["content"].strip())
         ]
         if not answers:
-            raise Unusable(f"no assistant turn with text: found {count_roles(messages)}")
+            left_out = "".join(f"; {note}" for note in dict.fromkeys(conversation.notes))
+            raise Unusable(f"no assistant turn with text: found {count_roles(messages)}{left_out}")
         if self.last_turn_only:
             answers = answers[-1:]
         texts = self._texts([messages[: place + 1] for place in answers], tools)

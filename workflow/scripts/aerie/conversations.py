@@ -24,6 +24,8 @@ _ROLES = {
 _ROLE_OF = {name: role for role, names in _ROLES.items() for name in names}
 _PROMPTS = ("prompt", "instruction", "question", "query")
 _ANSWERS = ("response", "output", "answer", "completion", "chosen")
+_INPUTS = ("input", "context")  # what a question is about
+_SYSTEM = ("system", "system_prompt")
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
@@ -65,22 +67,23 @@ def conversation_of(row: RawRow) -> Conversation:
             data = json.loads(data)
         except (ValueError, RecursionError) as error:
             return Conversation(row.source, row.line, [], f"not valid JSON: {error}")
-    return read_row(data, row.source, row.line)
+    return read_row(data, row.source, row.line, row.generated)
 
 
-def read_row(row: Any, source: str, line: int) -> Conversation:
+def read_row(row: Any, source: str, line: int, generated: bool = False) -> Conversation:
     """Recognises a row's shape: OpenAI messages, ShareGPT, instruction/input/output, prompt/response, question/answer,
     preference pairs (the chosen answer), turns without answers, two people's chat, token ids, or what
-    regenerate_responses writes. A row of prompts only has no assistant message."""
+    regenerate_responses writes (generated). A row of prompts only has no assistant message."""
     try:
         if not isinstance(row, dict):
             raise _Problem(f"not an object: row is a {type(row).__name__}")
-        if "input_ids" in row:
+        if row.get("input_ids") is not None:
             return Conversation(source, line, [], tokens=_tokens(row))
         media = next((key for key in _MEDIA if row.get(key)), None)
         if media:
             raise _Problem(f"needs {media}: only text can be prepared")
-        turns = _turns(row)
+        notes: list[str] = []
+        turns = _turns(row, notes)
         if not isinstance(turns, list):
             raise _Problem(f"wrong type: the messages are a {type(turns).__name__}, expected a list")
         if not turns:
@@ -92,12 +95,13 @@ def read_row(row: Any, source: str, line: int) -> Conversation:
         if first is None or not any(message["role"] == "user" and message["content"].strip() for message in messages):
             raise _Problem(f"no user message with text: found {count_roles(messages)}")
         kept = [message for place, message in enumerate(messages) if place > first or message["role"] in ("system", "user")]
-        notes = ("messages before the first user's left out",) * (len(messages) - len(kept))
-        if isinstance(row.get("system"), str):
-            kept = with_system(kept, _text(row["system"], "system"))
-        finished = row.get("finish_reason")
-        generated = finished in ("length", "stop")
-        return Conversation(source, line, kept, "", finished == "length", generated, _tools(row), notes=notes)
+        notes += ["messages before the first user's left out"] * (len(messages) - len(kept))
+        system = next((key for key in _SYSTEM if row.get(key)), None)
+        if system:
+            kept = with_system(kept, _text(row[system], system))
+        # Other rows have a finish_reason, too: their answers are as the template shows them.
+        cut = generated and row["finish_reason"] == "length"
+        return Conversation(source, line, kept, "", cut, generated, _tools(row), notes=tuple(notes))
     except _Problem as problem:
         return Conversation(source, line, [], str(problem))
 
@@ -115,8 +119,8 @@ def with_system(messages: list[Message], prompt: str | None) -> list[Message]:
     return [{"role": "system", "content": prompt}, *messages]
 
 
-def _turns(row: dict[str, Any]) -> Any:
-    """The row's messages as they are, whatever its shape."""
+def _turns(row: dict[str, Any], notes: list[str]) -> Any:
+    """The row's messages as they are, whatever its shape. What is left out is noted."""
     for key in ("messages", "conversations", "conversation", "chosen_messages"):
         if row.get(key) is not None:
             turns = _parsed(row[key], key)
@@ -125,16 +129,17 @@ def _turns(row: dict[str, Any]) -> Any:
             return [*turns, row["chosen"]] if isinstance(turns, list) and isinstance(row.get("chosen"), dict) else turns
     prompt = next((row[key] for key in _PROMPTS if row.get(key) is not None), None)
     answer = next((row[key] for key in _ANSWERS if row.get(key) not in (None, "")), None)
+    if isinstance(answer, list) and len(answer) > 1 and all(isinstance(one, str) for one in answer):
+        notes.append("alternative answers left out")  # to grade with: nobody gave them all
+        answer = None
     if isinstance(prompt, list):  # messages, or turns of messages
         turns = [turn for part in prompt for turn in (part if isinstance(part, list) else [part])]
         return turns + (answer if isinstance(answer, list) else [_said("assistant", answer)] if answer is not None else [])
     if isinstance(answer, list) and all(isinstance(turn, dict) for turn in answer):
         roles = [turn.get("role", turn.get("from")) for turn in answer]
-        return answer if "user" in roles or "human" in roles or prompt is None else [_said("user", prompt), *answer]
+        return answer if "user" in roles or "human" in roles or prompt is None else [*_asked(row, prompt), *answer]
     if prompt is not None:
-        history = [_said(role, text) for pair in _history(row) for role, text in zip(("user", "assistant"), pair, strict=True)]
-        asked = "\n".join(text for text in (_text(prompt, "prompt"), _text(row.get("input") or "", "input")) if text)
-        return [*history, _said("user", asked), *([_said("assistant", answer)] if answer is not None else [])]
+        return [*_asked(row, prompt), *([_said("assistant", answer)] if answer is not None else [])]
     if row.get("turns") is not None:
         if not isinstance(row["turns"], list):
             raise _Problem(f"wrong type: turns is a {type(row['turns']).__name__}, expected a list")
@@ -147,6 +152,13 @@ def _turns(row: dict[str, Any]) -> Any:
 
 def _said(role: str, content: Any) -> Message:
     return {"role": role, "content": content}
+
+
+def _asked(row: dict[str, Any], prompt: Any) -> list[Message]:
+    """What comes before the answer to a prompt: earlier turns, the prompt and what it is about."""
+    history = [_said(role, text) for pair in _history(row) for role, text in zip(("user", "assistant"), pair, strict=True)]
+    inputs = [_text(row[key], key) for key in _INPUTS if row.get(key)]
+    return [*history, _said("user", "\n".join(text for text in (_text(prompt, "prompt"), *inputs) if text))]
 
 
 def _history(row: dict[str, Any]) -> list[list[str]]:
@@ -198,7 +210,7 @@ def _message(turn: Any, number: int) -> Message:
         if thought:
             message["reasoning_content"] = thought
     elif isinstance(content, dict) and role == "tool":
-        content = json.dumps(content, ensure_ascii=False)
+        content = _json(content, f"wrong type: {where} is")
     if isinstance(calls, str):
         calls = _parsed(calls, where) or []
     if calls and role == "assistant":
@@ -263,6 +275,14 @@ def _parsed(value: Any, where: str) -> Any:
         raise _Problem(f"not valid JSON: {where}: {error}") from None
 
 
+def _json(value: Any, what: str) -> str:
+    """The value as JSON text, if JSON can hold it: a column of a Parquet file may have dates or bytes."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _Problem(f"{what} no JSON: {error}") from None
+
+
 def _call(call: Any, where: str) -> dict[str, Any]:
     """A tool call in OpenAI's form, its arguments an object."""
     function = call.get("function", call) if isinstance(call, dict) else call
@@ -277,7 +297,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         arguments = {}
     if not isinstance(arguments, dict):
         raise _Problem(f"bad tool call: the arguments in {where} are a {type(arguments).__name__}, expected an object")
-    _text(json.dumps(arguments, ensure_ascii=False), where)
+    _text(_json(arguments, f"bad tool call: the arguments in {where} are"), where)
     found: dict[str, Any] = {"type": "function", "function": {"name": _text(function["name"], where), "arguments": arguments}}
     if isinstance(call, dict) and isinstance(call.get("id"), str):
         found["id"] = _text(call["id"], where)
@@ -314,7 +334,7 @@ def _tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise _Problem("bad tools: one has no name")
         found.append({"type": "function", "function": function})
-    _text(json.dumps(found, ensure_ascii=False), "tools")
+    _text(_json(found, "bad tools: they are"), "tools")
     return found
 
 

@@ -288,7 +288,8 @@ def _prompt_hash(conversation: Conversation, samples: Sequence[Sample]) -> bytes
         return b""
     if conversation.tokens:
         ids, mask = conversation.tokens
-        return bytes.fromhex(digest_of(ids[: mask.index(1)]))
+        # A row that is supervised from its first token on does not say where its prompt ends: it stands for itself.
+        return bytes.fromhex(digest_of(ids[: mask.index(1)] or ids))
     return bytes.fromhex(digest_of(next(message["content"] for message in conversation.messages if message["role"] == "user")))
 
 
@@ -296,11 +297,6 @@ def write_rejects(rejects: Iterable[Mapping[str, Any]], path: Path) -> None:
     """rejects.jsonl: {source, line, reason, detail, …} a row."""
     with open(path, "w", encoding="utf-8") as file:
         file.writelines(json.dumps(reject) + "\n" for reject in rejects)
-
-
-def by_reason(counts: Mapping[str, int]) -> str:
-    """{reason: rows} for a person."""
-    return ", ".join(f"{count:,} × {reason}" for reason, count in sorted(counts.items()))
 
 
 def check_rejected(faulty: Sequence[str], reasons: str, rows: int, max_rejected: float, where: Path) -> None:
@@ -333,7 +329,8 @@ def choose(prepared: Prepared, sources: Sequence[Source], validation_share: floa
             unique.append(number)
     taken: Counter[int] = Counter()
     there = Counter(entries[number].source for number in unique)
-    most = mixture(there, sources)
+    # Where none of a source's samples is unique, each row that gave some is a duplicate.
+    most = mixture(there, sources, lambda number: Counter(fate.reason or "duplicate" for fate in prepared.fates if fate.source == number))
     mixed = []
     for number in unique:
         source = entries[number].source

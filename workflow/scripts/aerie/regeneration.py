@@ -137,23 +137,26 @@ def choose_prompts(
     """
     prompts: dict[str, Prompt] = {}
     source_of: dict[str, int] = {}
-    rejected = []
+    rejected: list[Rejection] = []
+    own: list[list[Rejection]] = [[] for _ in sources]
     for number, (_, conversations) in enumerate(sources):
+        its = own[number]
         for conversation in conversations:
             problem = conversation.problem or ("tokenised already" if conversation.tokens else "")
             if problem:
-                rejected.append(Rejection(conversation.source, conversation.line, "unusable row", problem))
+                its.append(Rejection(conversation.source, conversation.line, "unusable row", problem))
                 continue
             prompt = prompt_of(conversation, system_prompt)
             first = prompts.get(prompt.key)
             if not prompt.turns:
-                rejected.append(Rejection(prompt.source, prompt.line, "no user turn", "no user message before the first tool message"))
+                its.append(Rejection(prompt.source, prompt.line, "no user turn", "no user message before the first tool message"))
             elif first:
-                rejected.append(Rejection(prompt.source, prompt.line, "duplicate prompt", f"same as {first.source}:{first.line}"))
+                its.append(Rejection(prompt.source, prompt.line, "duplicate prompt", f"same as {first.source}:{first.line}"))
             else:
                 prompts[prompt.key], source_of[prompt.key] = prompt, number
+        rejected += its
     there = Counter(source_of.values())
-    most = mixture(there, [source for source, _ in sources])
+    most = mixture(there, [source for source, _ in sources], lambda number: Counter(map(reason_of, own[number])))
     taken: Counter[int] = Counter()
     chosen: list[Prompt] = []
     for key in sorted(prompts):
@@ -168,6 +171,11 @@ def choose_prompts(
             continue
         rejected.append(Rejection(prompts[key].source, prompts[key].line, "not chosen", detail))
     return chosen, rejected
+
+
+def reason_of(rejection: Rejection) -> str:
+    """Why a row is not asked; of an unusable one, what is wrong with it."""
+    return rejection.detail.partition(": ")[0] if rejection.reason == "unusable row" else rejection.reason
 
 
 def find_loop(text: str) -> str:

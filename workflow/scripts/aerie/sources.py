@@ -6,12 +6,14 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pyarrow import ArrowInvalid
+from pyarrow import ArrowInvalid, CompressedInputStream
 
+from . import cli
 from .errors import AerieError
 from .keys import digest_of, file_sha256
 
@@ -52,10 +54,12 @@ class Source(NamedTuple):
         if self.hub_id:
             return []
         path = Path(self.path)
+        there = next(one for one in (path, *path.parents) if one.exists())  # a name that is there is no pattern, whatever its letters
+        pattern = str(path.relative_to(there))
         if path.is_dir():
             found = [file for file in path.rglob("*") if file.name.endswith(_ENDINGS)]
-        elif any(letter in self.path for letter in "*?["):
-            found = [file for file in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if file.is_file()]
+        elif path != there and any(letter in pattern for letter in "*?["):
+            found = [file for file in there.glob(pattern) if file.is_file()]
         else:
             found = [path]
         if not found:
@@ -74,12 +78,13 @@ class Source(NamedTuple):
 class RawRow(NamedTuple):
     """One row as found. line: its line in a .jsonl file, else its number; data: JSON text, or the parsed row.
 
-    A regenerated answer has the source and line of the row that its prompt came from.
+    A regenerated answer has the source and line of the row that its prompt came from. generated: it is one.
     """
 
     source: str
     line: int
     data: Any
+    generated: bool = False
 
 
 def sources_digest(sources: Sequence[Source], digest_of_file: Callable[[Path], str] | None = None) -> str:
@@ -146,46 +151,119 @@ def read_rows(source: Source) -> Iterator[RawRow]:
 
     AerieError where a file cannot be read at all; a row that is wrong in itself is passed on, to be rejected with its reason.
     """
-    if source.hub_id:
-        yield from _hub_rows(source)
-    for path in source.files():
-        name = str(path)
-        if not path.is_file():
-            raise AerieError(f"{path}: no such file. Check the dataset's sources.")
-        if not path.name.endswith(_ENDINGS):
-            raise AerieError(f"{path}: unknown ending; expected one of {', '.join(_ENDINGS)}")
-        try:
-            if path.suffix == ".parquet":
-                import pyarrow.parquet as pq
-
-                file = pq.ParquetFile(path)
-                regenerated = _is_regenerated(file.schema_arrow.names)
-                for number, row in enumerate((row for batch in file.iter_batches(1000) for row in batch.to_pylist()), 1):
-                    yield RawRow(row["source"], row["line"], row) if regenerated else RawRow(name, number, row)
-                continue
-            with _open(path) as text_file:
-                if ".jsonl" in path.suffixes:
-                    for number, text in enumerate(text_file, 1):
-                        if text.strip():
-                            yield RawRow(name, number, text.strip())
-                else:
-                    for number, data in enumerate(_json_rows(text_file, path, source.allow_truncated), 1):
-                        yield RawRow(name, number, data)
-        except (OSError, EOFError, zlib.error, ArrowInvalid) as error:  # a file that is damaged or cut off
-            if not source.allow_truncated or not isinstance(error, EOFError):
-                raise AerieError(f"{path}: cannot be read to its end ({error}). Get the file again.") from error
+    parts = [(source.name, _hub_rows(source))] if source.hub_id else [(str(path), _file_rows(path, source)) for path in source.files()]
+    for name, rows in parts:
+        empty = True
+        for row in rows:
+            empty = False
+            yield row
+        if empty:
+            cli.say(f"WARNING: {name}: no row in it. Get it again, or take it out of the dataset's sources.")
 
 
-def _open(path: Path) -> io.TextIOWrapper:
+def _file_rows(path: Path, source: Source) -> Iterator[RawRow]:
+    """Every row of one of a source's files."""
+    name = str(path)
+    if not path.is_file():
+        raise AerieError(f"{path}: no such file. Check the dataset's sources.")
+    if not path.name.endswith(_ENDINGS):
+        raise AerieError(f"{path}: unknown ending; expected one of {', '.join(_ENDINGS)}")
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet as pq
+
+            file = pq.ParquetFile(path)
+            regenerated = _is_regenerated(file.schema_arrow.names)
+            for number, row in enumerate((row for batch in file.iter_batches(1000) for row in batch.to_pylist()), 1):
+                yield RawRow(row["source"], row["line"], row, True) if regenerated else RawRow(name, number, _as_written(row))
+            return
+        raw = _Unpacked(path) if path.suffix in (".gz", ".zst") else path.open("rb", buffering=0)
+        with _as_text(raw) as text_file:
+            if ".jsonl" in path.suffixes:
+                for number, text in enumerate(text_file, 1):
+                    if source.allow_truncated and not text.endswith("\n") and not _is_json(text):
+                        return  # the file is cut off within this row
+                    if text.strip():
+                        yield RawRow(name, number, text.strip())
+            else:
+                for number, data in enumerate(_json_rows(text_file, path, source.allow_truncated), 1):
+                    yield RawRow(name, number, data)
+        if isinstance(raw, _Unpacked) and raw.cut and not source.allow_truncated:
+            raise AerieError(
+                f"{path}: cannot be read to its end: the file is cut off ({raw.cut}). Get it again, or set allow_truncated: true to take "
+                "the complete rows before."
+            )
+    except (OSError, EOFError, zlib.error, ArrowInvalid) as error:  # a file that is damaged
+        raise AerieError(f"{path}: cannot be read to its end ({error}). Get the file again.") from error
+
+
+def _as_written(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of Arrow's without the nulls in its objects: Arrow gives each the keys that the others have."""
+
+    def written(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: written(part) for key, part in value.items() if part is not None}
+        # All of a list's values are of one kind; it may be a long one of numbers.
+        if isinstance(value, list) and isinstance(next((part for part in value if part is not None), None), dict | list):
+            return [written(part) for part in value]
+        return value
+
+    return {key: written(value) for key, value in row.items()}
+
+
+def _as_text(raw: io.RawIOBase) -> io.TextIOWrapper:
     """The file as text. A byte that is not UTF-8 becomes a lone surrogate, by which its row is known and rejected."""
-    raw: Any = path.open("rb")  # closed with the text
-    if path.suffix == ".gz":
-        raw = gzip.GzipFile(fileobj=raw)
-    elif path.suffix == ".zst":
-        import pyarrow
+    return io.TextIOWrapper(io.BufferedReader(raw), encoding="utf-8-sig", errors="surrogateescape", newline="\n")
 
-        raw = io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"))
-    return io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="\n")
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+class _Unpacked(io.RawIOBase):
+    """What is in a compressed file. It ends where the file is cut off; `cut` then has the decompressor's words."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.at, self.cut = path, 0, ""  # at: bytes that were read
+        self.stream = self._opened()
+
+    def _opened(self) -> Any:
+        return gzip.GzipFile(self.path) if self.path.suffix == ".gz" else CompressedInputStream(str(self.path), "zstd")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if self.cut:
+            return 0
+        try:
+            piece = self.stream.read(len(buffer))
+        except (EOFError, OSError) as error:
+            if not isinstance(error, EOFError) and "Truncated" not in str(error):
+                raise
+            self.cut = str(error)
+            piece = self._rest()
+            if not self.at and not piece:
+                raise AerieError(f"{self.path}: the file is cut off before its first row ({error}). Get it again.") from error
+        buffer[: len(piece)] = piece
+        self.at += len(piece)
+        return len(piece)
+
+    def _rest(self) -> bytes:
+        """What lies between `at` and the cut: the read that met the cut lost it, so it is read again, byte by byte."""
+        stream = self._opened()
+        left = self.at
+        while left and (piece := stream.read(min(left, _CHUNK))):
+            left -= len(piece)
+        found = b""
+        with suppress(EOFError, OSError):
+            while piece := stream.read(1):
+                found += piece
+        return found
 
 
 def _hub_rows(source: Source) -> Iterator[RawRow]:
@@ -196,7 +274,7 @@ def _hub_rows(source: Source) -> Iterator[RawRow]:
     except Exception as error:
         raise AerieError(f"{source.name}: could not be loaded from the hub ({type(error).__name__}: {error})") from error
     for number, row in enumerate(rows, 1):
-        yield RawRow(source.name, number, row)
+        yield RawRow(source.name, number, _as_written(row))
 
 
 class _Text:
@@ -212,10 +290,7 @@ class _Text:
         """Reads on, twice as far each time that one value is longer; False at the end of the file."""
         self.bytes += len(self.buffer[: self.at].encode("utf-8", "surrogateescape"))
         self.buffer, self.at = self.buffer[self.at :], 0
-        try:
-            piece = self.file.read(max(_CHUNK, len(self.buffer)))
-        except EOFError:
-            piece = ""
+        piece = self.file.read(max(_CHUNK, len(self.buffer)))
         self.ended = not piece
         self.buffer += piece
         return bool(piece)
@@ -284,10 +359,10 @@ def _json_rows(file: io.TextIOWrapper, path: Path, allow_truncated: bool) -> Ite
         cut_off = text.ended
         if cut_off and allow_truncated and rows:
             return
-        advice = "the file looks cut off: get it again, or set allow_truncated: true to take the rows before" if cut_off else "mend it"
+        advice = "the file looks cut off: get it again" + ", or set allow_truncated: true to take the rows before" * bool(rows)
         raise AerieError(
             f"{path}: not valid JSON: {error.msg.removesuffix(' at')} at byte {text.offset(error.pos):,}, in row {rows + 1} which begins at byte "
-            f"{text.offset(text.at):,}; {rows:,} complete rows come before it; {advice}"
+            f"{text.offset(text.at):,}; {rows:,} complete rows come before it; {advice if cut_off else 'mend it'}"
         ) from error
 
 
@@ -304,14 +379,36 @@ def _rows_of(value: Any, text: str) -> Iterator[Any]:
     yield text
 
 
-def mixture(counts: Counter[int], sources: Sequence[Source]) -> dict[int, int]:
-    """How many samples (or prompts) each source gives: all, up to its cap; those with weights as many as keep the weights' proportions."""
+def mixture(counts: Counter[int], sources: Sequence[Source], reasons: Callable[[int], Mapping[str, int]]) -> dict[int, int]:
+    """How many samples (or prompts) each source gives: all, up to its cap; those with weights as many as keep the weights' proportions.
+
+    reasons: why a source's rows cannot be used, for the AerieError where one with a weight has none to give.
+    """
     most = {
         number: counts[number] if one.max_samples is None else min(counts[number], one.max_samples) for number, one in enumerate(sources)
     }
     weights = {number: one.weight for number, one in enumerate(sources) if one.weight is not None}
-    scale = min((most[number] / weight for number, weight in weights.items()), default=0.0)
-    return most | {number: min(most[number], round(weight * scale)) for number, weight in weights.items()}
+    for number, weight in weights.items():
+        if not counts[number]:
+            raise AerieError(
+                f"{sources[number].name}: its weight is {weight:g}, but none of its rows can be used ({by_reason(reasons(number)) or 'it has none'}); "
+                "without it no mixture keeps the weights' proportions. Mend its rows, or take the source or its weight out of the dataset's sources."
+            )
+    shares = {number: most[number] / weight for number, weight in weights.items()}
+    scarce = min(shares, key=lambda number: shares[number], default=0)
+    mixed = most | {number: min(most[number], round(weight * shares[scarce])) for number, weight in weights.items()}
+    for number, weight in weights.items():
+        if not mixed[number]:
+            cli.say(
+                f"WARNING: {sources[number].name}: nothing is taken of it, since its weight of {weight:g} makes less than one of the "
+                f"{counts[number]:,} that it has. Raise its weight, or add data to {sources[scarce].name}, which limits the mixture."
+            )
+    return mixed
+
+
+def by_reason(counts: Mapping[str, int]) -> str:
+    """{reason: rows} for a person."""
+    return ", ".join(f"{count:,} × {reason}" for reason, count in sorted(counts.items()))
 
 
 def limit_of(source: Source, most: int, there: int) -> str:
