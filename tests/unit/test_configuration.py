@@ -156,6 +156,15 @@ def test_a_pilot_takes_the_preflight_of_all_samples(tmp_path):
     assert plan(tmp_path, max_samples=10).recipes[step] == plan(tmp_path).recipes[step]
 
 
+def test_the_preflight_knows_how_each_dataset_is_rendered(tmp_path):
+    datasets = {"d": {"sources": ["x.jsonl"], "template_options": {"enable_thinking": False}, "system_prompt": "Be kind."}}
+    [found] = settings(plan(tmp_path, datasets=datasets), "preflight_target", "t")["datasets"]
+    assert (found["template_options"], found["system_prompt"]) == ({"enable_thinking": False}, "Be kind.")
+    assert found["prepared"] and found["max_new_tokens"] is None
+    elsewhere = plan(tmp_path, rows="run\ttarget\tdataset\tdraft\na\tt\td\tbig\n", drafts={"big": {"path": "theirs"}})
+    assert not settings(elsewhere, "preflight_target", "t")["datasets"][0]["prepared"]
+
+
 def test_a_recipe_changes_with_its_own_settings_only(tmp_path):
     before = plan(tmp_path).recipes
     after = plan(tmp_path, drafts={"big": {"vocab_size": 64000, "training": {"learning_rate": 0.5}}, "small": {"aux_layer_ids": [1, 5, 9]}})

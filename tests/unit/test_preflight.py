@@ -23,7 +23,16 @@ from families import CONFIGS, make_family
 from real_files import archive
 from tiny_targets import HIDDEN_SIZE, VOCAB_SIZE, make_tiny_deepseek_v3, make_tiny_llama
 
-DATASET = {"name": "talk", "sources": ["talk.jsonl"], "max_length": 256, "max_samples": None, "max_new_tokens": None}
+DATASET = {
+    "name": "talk",
+    "sources": ["talk.jsonl"],
+    "max_length": 256,
+    "max_samples": None,
+    "max_new_tokens": None,
+    "system_prompt": None,
+    "template_options": {},
+    "prepared": True,
+}
 
 
 class Case:
@@ -400,6 +409,59 @@ def test_code_that_is_asked_for_and_not_there_is_named(tmp_path):
     assert "AutoModelForCausalLM in the auto_map of config.json asks for modeling_odd.py" in said().found
     case.edit(auto_map={"AutoConfig": "other/repository--configuration_odd.OddConfig"})
     assert case.rows("code_files")["code files"].verdict == "ok"
+
+
+# As DeepSeek-R1's and QwQ's: every answer opens with a thought, and no option turns it off.
+ALWAYS_THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'].split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+# As Qwen3's: an option opens the answer with an empty thought, which the template does not show afterwards.
+OPENS_EMPTY = ALWAYS_THINKING.replace("<think>\n{% endif %}", "{% if not thinks %}<think>\n\n</think>\n\n{% endif %}{% endif %}")
+
+
+@pytest.mark.parametrize(
+    ("text", "edits", "verdict"),
+    [
+        (ALWAYS_THINKING, {}, "failed"),
+        (ALWAYS_THINKING, {"max_new_tokens": 128}, "ok"),  # the target says it itself
+        (ALWAYS_THINKING, {"prepared": False}, "ok"),  # of a run whose draft was made elsewhere
+        (OPENS_EMPTY, {}, "failed"),
+        (OPENS_EMPTY, {"template_options": {"thinks": True}}, "ok"),
+    ],
+)
+def test_a_thought_that_the_template_opens(tmp_path, text, edits, verdict):
+    """An answer of the data is not the continuation of a prompt that ends in <think>; what the target says is."""
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    case.edit_tokenizer(template(text))
+    case.dataset.update(edits)
+    found = case.rows("chat_template")["chat template"]
+    assert found.verdict == verdict, found
+    if verdict == "failed":
+        assert "dataset talk: " in found.found and "`regenerate: {}`" in found.remedy
+
+
+def test_only_the_dataset_that_is_not_regenerated_is_refused(tmp_path):
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    case.edit_tokenizer(template(ALWAYS_THINKING))
+    case.dataset["max_new_tokens"] = 128
+    case.settings["datasets"].append(DATASET | {"name": "own", "sources": []})
+    assert case.rows("chat_template")["chat template"].found.startswith("dataset own: ")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "q", "response": "<think>\nhm\n</think>\na"},  # the template shows it where the answer is the last
+        {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]},
+    ],
+)
+def test_data_that_begins_as_the_template_opens_is_not_refused(tmp_path, row):
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    case.edit_tokenizer(template(ALWAYS_THINKING.replace("m['content'].split('</think>')[-1]", "m['content']")))
+    assert case.rows("chat_template")["chat template"].verdict == "failed"
+    case.data.write_text(json.dumps(row) + "\n")
+    assert case.rows("chat_template")["chat template"].verdict == "ok"
 
 
 def test_a_dropped_role_is_warned_of(tmp_path):

@@ -16,7 +16,7 @@ from aerie.provenance import versions
 from aerie.stage import Recipe, write_atomically
 from aerie.targets import Target
 
-VERSION = 7
+VERSION = 8
 
 
 def main(args: argparse.Namespace) -> None:

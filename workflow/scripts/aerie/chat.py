@@ -49,14 +49,6 @@ class Unusable(Exception):
     """Why a conversation gives no row, as "reason: detail"."""
 
 
-def render(conversation: Conversation, tokenizer: "PreTrainedTokenizerBase", end_tokens: Sequence[int]) -> list[Rendered]:
-    """The rows of a conversation; none where no turn can be told apart. Raises what the template raises."""
-    try:
-        return Renderer(tokenizer, end_tokens).render(conversation)[0]
-    except Unusable:
-        return []
-
-
 class Renderer:
     """Renders conversations with one tokenizer's chat template.
 

@@ -1,10 +1,11 @@
 """Checks of the tokenizer and its chat template."""
 
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from .chat import render
-from .conversations import Conversation, read_conversations
+from .chat import Renderer, Unusable
+from .conversations import Conversation, read_conversations, with_system
 from .errors import AerieError, describe
 from .preflight import Finding, Subject
 
@@ -53,19 +54,56 @@ def end_of_turn(subject: Subject) -> Finding:
 
 
 def chat_template(subject: Subject) -> Finding:
-    """Whether the chat template renders a conversation, and whether a longer one begins with the shorter one."""
-    tokenizer = subject.tokenizer
-    if not tokenizer.chat_template:
+    """Whether the chat template renders conversations so that each dataset's answers can be told apart, and whether a longer one
+    begins with the shorter one."""
+    if not subject.tokenizer.chat_template:
         return Finding("failed", "the tokenizer has none", "Add chat_template.jinja to the target's folder")
     turns = [{"role": role, "content": f"turn {number}"} for number, role in enumerate(["user", "assistant"] * 2)]
-    rows = render(Conversation("preflight", 1, turns), tokenizer, subject.target.end_tokens(tokenizer))
-    if not rows or not all(any(row.loss_mask) for row in rows):
+    forms, wrong = set(), []
+    for dataset in subject.settings["datasets"]:
+        renderer = _renderer(subject, dataset)
+        # What the target says itself, or nobody learns, needs no rendering that shows it.
+        generated = _is_regenerated(dataset) or not dataset["prepared"]
+        try:
+            rows = renderer.render(Conversation("preflight", 1, turns, generated=generated))[0]
+        except Unusable:
+            rows = []
+        if rows and all(any(row.loss_mask) for row in rows):
+            forms.add("one row a conversation" if len(rows) == 1 else "rewrites history: one row a turn")
+        elif not generated and _shows_an_answer(subject, dataset, renderer):
+            forms.add(f"the answers of dataset {dataset['name']} begin as the template opens them")
+        else:
+            wrong.append(dataset["name"])
+    if wrong:
         return Finding(
             "failed",
-            "the rendering of a conversation with the answer does not begin with its prompt, so no answer can be told apart",
-            "Check the chat template and the tokenizer's end of turn",
+            f"dataset {', '.join(wrong)}: the rendering of a conversation with the answer does not begin with its prompt, so no answer can "
+            "be told apart",
+            "Where the template opens a thought in the prompt, as those of DeepSeek-R1 and QwQ do, set `regenerate: {}` in the dataset: "
+            "what the target says itself is taken as it comes. Else check the chat template and the tokenizer's end of turn",
         )
-    return Finding("ok", f"renders, {'one row a conversation' if len(rows) == 1 else 'rewrites history: one row a turn'}")
+    return Finding("ok", f"renders, {'; '.join(sorted(forms))}")
+
+
+def _renderer(subject: Subject, dataset: dict[str, Any]) -> Renderer:
+    """What renders the dataset's conversations in the stages that use it."""
+    tokenizer = subject.tokenizer
+    return Renderer(tokenizer, subject.target.end_tokens(tokenizer), dataset["template_options"])
+
+
+def _is_regenerated(dataset: dict[str, Any]) -> bool:
+    return dataset["max_new_tokens"] is not None
+
+
+def _shows_an_answer(subject: Subject, dataset: dict[str, Any], renderer: Renderer) -> bool:
+    """Whether an answer in the dataset's first rows can be told apart: one that itself has a thought, or a tokenised one."""
+    for conversation in _first_conversations(subject, dataset):
+        try:
+            if renderer.plan(conversation)[0]:
+                return True
+        except Exception:  # noqa: BLE001 - a template may raise anything; the dataset's stage says it of each row
+            continue
+    return False
 
 
 def roles(subject: Subject) -> Finding:
@@ -99,14 +137,23 @@ def roles(subject: Subject) -> Finding:
 
 def _roles_in_data(subject: Subject) -> set[str]:
     found: set[str] = set()
-    for dataset in subject.settings.get("datasets", []):
-        for path in subject.sources(dataset):
-            try:
-                for conversation in islice(read_conversations([path]), _READ_ROWS):
-                    found |= {str(message["role"]) for message in conversation.messages if not conversation.problem}
-            except AerieError:  # the dataset's stage says what is wrong with which line
-                continue
+    for dataset in subject.settings["datasets"]:
+        for conversation in _first_conversations(subject, dataset):
+            found |= {str(message["role"]) for message in conversation.messages}
     return found & set(_ROLES)
+
+
+def _first_conversations(subject: Subject, dataset: dict[str, Any]) -> Iterator[Conversation]:
+    """The usable ones among the first rows of each of the dataset's sources that are there."""
+    for path in subject.sources(dataset):
+        try:
+            for conversation in islice(read_conversations([path]), _READ_ROWS):
+                if conversation.tokens:
+                    yield conversation
+                elif not conversation.problem:
+                    yield conversation._replace(messages=with_system(conversation.messages, dataset["system_prompt"]))
+        except AerieError:  # the dataset's stage says what is wrong with which line
+            continue
 
 
 def _conversation_with(role: str) -> list[dict[str, Any]]:

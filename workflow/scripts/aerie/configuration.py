@@ -399,7 +399,8 @@ class Plan:
     def _preflight(self, name: str) -> dict[str, Any]:
         target = self.config["targets"][name]
         runs = [run for run in self.runs.values() if run.target == name]
-        datasets = {run.dataset: self._sources(run.dataset) for run in runs}
+        prepared = {run.dataset for run in runs if self.needs_dataset(run)}
+        datasets = {run.dataset: self._sources(run.dataset) | {"prepared": run.dataset in prepared} for run in runs}
         captures = {
             self.capture(run) + run.dataset: {
                 "dataset": datasets[run.dataset],
@@ -420,7 +421,7 @@ class Plan:
         }
 
     def _sources(self, name: str) -> dict[str, Any]:
-        """What decides how much a dataset can hold."""
+        """What decides how much a dataset can hold, and how it is rendered."""
         dataset = self.config["datasets"][name]
         answers = dataset["regenerate"]["max_new_tokens"] if dataset["regenerate"] else None
         return {
@@ -429,6 +430,8 @@ class Plan:
             "max_length": dataset["max_length"],
             "max_samples": dataset["max_samples"],  # the overall one is told the command: fewer samples change no other check
             "max_new_tokens": answers,
+            "system_prompt": dataset["system_prompt"],
+            "template_options": dataset["template_options"],
         }
 
     def _limit(self, dataset: str) -> int | None:
