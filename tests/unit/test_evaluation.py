@@ -19,7 +19,7 @@ import tiny_targets
 from aerie import drafts, evaluation
 from aerie.chat import Renderer
 from aerie.errors import AerieError
-from aerie.evaluation import EngineRun, EvaluationPrompt, Pass, PassResult, planned_passes
+from aerie.evaluation import EngineRun, EvaluationPrompt, Pass, PassResult, Room, planned_passes
 from aerie.generation import ServedAnswer, SpeculationCounters, read_counters, with_cut
 from aerie.keys import digest_of, file_sha256
 from aerie.samples import Sample, write_samples
@@ -173,7 +173,7 @@ def test_more_prompts_contain_fewer():
 def test_first_turns_keep_the_system_prompt_only():
     messages = [{"role": role, "content": role} for role in ("system", "user", "assistant", "user")]
     row = json.dumps({"messages": messages, "category": "math"})
-    assert evaluation.first_turns([RawRow("p", 1, row)], None) == [(1, "math", messages[:2])]
+    assert evaluation.first_turns([RawRow("p", 1, row)], None) == [("p", 1, "math", messages[:2])]
 
 
 def test_an_unusable_prompt_is_an_error():
@@ -191,9 +191,29 @@ def test_validation_prompts_end_where_the_answer_begins(tmp_path):
         Sample([*asked, 80, 81, 3], [0] * (len(asked) + 2) + [1], "a", "train"),
     ]
     write_samples(made, tmp_path / "samples")
-    found = evaluation.read_prompts(tmp_path, None, tokenizer, None)
-    assert sorted(prompt.token_ids for prompt in found) == sorted([asked, [*asked, 70, 3]])
-    assert len(evaluation.read_prompts(tmp_path, None, tokenizer, 1)) == 1
+    room = Room(len(asked) + 12, 10)  # just enough
+    found, left_out = evaluation.validation_prompts(tmp_path, tokenizer, None, room)
+    assert sorted(prompt.token_ids for prompt in found) == sorted([asked, [*asked, 70, 3]]) and left_out == 0
+    assert len(evaluation.validation_prompts(tmp_path, tokenizer, 1, room)[0]) == 1
+    # One that leaves no room is left out before so many are chosen.
+    found, left_out = evaluation.validation_prompts(tmp_path, tokenizer, 1, Room(len(asked) + 11, 10))
+    assert [prompt.token_ids for prompt in found] == [asked] and left_out == 1
+    with pytest.raises(AerieError, match=r"of 2 different prompts in the validation split none leaves room for 10 new tokens"):
+        evaluation.validation_prompts(tmp_path, tokenizer, 1, Room(len(asked) + 9, 10))
+
+
+def test_left_out_prompts_are_told_and_other_sets_are_not_shortened(tmp_path, capfd):
+    tokenizer = tiny_targets.make_tiny_tokenizer()
+    renderer = Renderer(tokenizer, [])
+    made = [Sample([*range(5, 5 + length), 50, 3], [0] * length + [1, 1], "a", "validation") for length in (20, 40, 60)]
+    write_samples(made, tmp_path / "validation/samples")
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "Why?"}\n')
+    paths = {"mine": tmp_path / "mine.jsonl", "validation": tmp_path / "validation"}
+    sets, left_out = evaluate_draft.read_sets(paths, renderer, None, Room(50, 10))
+    assert [len(prompt.token_ids) for prompt in sets["validation"]] == [20, 40] and left_out == {"validation": 1}
+    assert "1 prompts of the set validation are left out: with 10 new tokens they exceed the target's 50" in capfd.readouterr().err
+    with pytest.raises(AerieError, match=r"mine.jsonl:1: a prompt of \d+ tokens and 45 new ones exceed the target's 50"):
+        evaluate_draft.read_sets(paths, renderer, None, Room(50, 45))
 
 
 # --- the stage's files ------------------------------------------------------------------------------------------------
@@ -226,7 +246,7 @@ def handmade():
 
 def test_summary_by_hand(tmp_path):
     sets, runs, settings, tokenizer = handmade()
-    evaluate_draft.write_results(sets, runs, settings, tokenizer, tmp_path)
+    evaluate_draft.write_results(sets, {}, runs, settings, tokenizer, tmp_path)
     found = json.loads((tmp_path / "acceptance.json").read_text())
     # 6 drafts accepted 2, 1, 1, 0, 0 and 0 tokens; 2 + 6 + 4 = 12 tokens.
     assert (found["drafts"], found["accepted_tokens"], found["acceptance_length"]) == (6, 4, 1.666667)
@@ -252,9 +272,9 @@ def test_summary_by_hand(tmp_path):
 
 def test_golden(tmp_path):
     """The same answers give the same files for ever, or VERSION is raised (then record the new digest with it)."""
-    recorded = {4: "e561d2d927d342b0258e655952d795ac8d1cf92d05a06c63541ddd05e4a12035"}
+    recorded = {5: "f4ecb3f6e805edb7b495df918c422b4b6d5e3ce08e83c227f9083b6a72a9f4d2"}
     sets, runs, settings, tokenizer = handmade()
-    evaluate_draft.write_results(sets, runs, settings, tokenizer, tmp_path)
+    evaluate_draft.write_results(sets, {}, runs, settings, tokenizer, tmp_path)
     table = pq.read_table(tmp_path / "per_prompt.parquet")
     content = (tmp_path / "acceptance.json").read_text() + str(table.schema) + json.dumps(table.to_pylist())
     assert hashlib.sha256(content.encode()).hexdigest() == recorded[evaluate_draft.VERSION]
@@ -271,7 +291,7 @@ def test_answers_too_short_to_speculate_are_an_error(tmp_path):
     short = PassResult([answer([5]), answer([6])], 1.0, SpeculationCounters(0, 0, 0, (0, 0)))
     runs["draft"].passes[Pass("one", 0, 4)] = short
     with pytest.raises(AerieError, match="no draft"):
-        evaluate_draft.write_results(sets, runs, settings, tokenizer, tmp_path)
+        evaluate_draft.write_results(sets, {}, runs, settings, tokenizer, tmp_path)
 
 
 def test_a_folder_that_is_no_draft_is_refused_before_anything_is_loaded(tmp_path):

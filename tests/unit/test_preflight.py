@@ -21,7 +21,7 @@ from aerie.targets import Target, fingerprint
 from checkout import ROOT, SCRIPTS
 from families import CONFIGS, make_family
 from real_files import archive
-from tiny_targets import HIDDEN_SIZE, VOCAB_SIZE, make_tiny_deepseek_v3, make_tiny_llama
+from tiny_targets import HIDDEN_SIZE, VOCAB_SIZE, make_tiny_deepseek_v3, make_tiny_llama, make_tiny_tokenizer
 
 DATASET = {
     "name": "talk",
@@ -56,6 +56,9 @@ class Case:
         }
         self.vocab_sizes = {"mine.yaml:7: drafts.small.vocab_size": 258}
         self.layer_ids = {"mine.yaml:8: drafts.small.aux_layer_ids": [2, 4, 9], "mine.yaml:9: drafts.deep.aux_layer_ids": None}
+        prompts = folder.parent / "prompts.jsonl"
+        prompts.write_text('{"prompt": "Why?"}\n{"prompt": "And how?"}\n')
+        self.evaluation: dict[str, Any] = {"prompts": {"asked": str(prompts)}, "max_prompts": None, "max_new_tokens": 16}
         self.runtime: dict[str, Any] = {"device": device, "gpus": gpus, "tensor_parallel": max(1, gpus), "engine_options": {}}
 
     def talk(self, roles):
@@ -85,7 +88,8 @@ class Case:
 
     def subject(self):
         target = Target("t", "d", {"path": str(self.folder)}, self.trusted)
-        return Subject(target, self.settings, self.runtime, self.granted, self.folder.parent / "store", self.vocab_sizes, self.layer_ids)
+        store, told = self.folder.parent / "store", (self.vocab_sizes, self.layer_ids, self.evaluation)
+        return Subject(target, self.settings, self.runtime, self.granted, store, *told)
 
     def rows(self, *names):
         """Findings of the checks so named, of all but the twin by default."""
@@ -462,6 +466,57 @@ def test_data_that_begins_as_the_template_opens_is_not_refused(tmp_path, row):
     assert case.rows("chat_template")["chat template"].verdict == "failed"
     case.data.write_text(json.dumps(row) + "\n")
     assert case.rows("chat_template")["chat template"].verdict == "ok"
+
+
+def tokens_of(prompt: str, opened: str = "") -> int:
+    """Tokens of a prompt as the tiny target's template writes it, by hand."""
+    text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{opened}"
+    return len(make_tiny_tokenizer()(text, add_special_tokens=False)["input_ids"])
+
+
+LONG = {"prompt": "y" * 500}  # the target has 512 positions
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1]}, ":3: found token ids, expected messages or a prompt as text"),
+        (
+            {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]},
+            ":3: the target's chat template refuses the",
+        ),
+        (LONG, f":3: a prompt of {tokens_of('y' * 500)} tokens and 16 new ones exceed the target's 512"),
+        ({"messages": []}, ":3: no messages"),
+        ("{", ":3: not valid JSON"),
+    ],
+)
+def test_a_prompt_that_cannot_be_asked_is_told_with_its_place(tmp_path, row, words):
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    case.edit_tokenizer(template(NO_SYSTEM))
+    prompts = Path(case.evaluation["prompts"]["asked"])
+    found = case.rows("evaluation_prompts")["evaluation prompts"]
+    assert (found.verdict, found.found) == ("ok", f"asked: 2, the longest of {tokens_of('And how?')} tokens")
+    prompts.write_text(prompts.read_text() + (row if isinstance(row, str) else json.dumps(row)) + "\n")
+    found = case.rows("evaluation_prompts")["evaluation prompts"]
+    assert found.verdict == "failed" and f"{prompts}{words}" in found.found, found
+    assert "take" in found.found and "out" in found.found
+
+
+def test_prompts_are_looked_at_as_the_evaluation_takes_them(tmp_path):
+    """So many as it asks, and each as the dataset of its run is rendered."""
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    case.edit_tokenizer(template(OPENS_EMPTY))
+    plain, opened = tokens_of("And how?"), tokens_of("And how?", "<think>\n\n</think>\n\n")
+    assert plain < opened
+    for options, longest in (({"thinks": True}, plain), ({}, opened)):
+        case.dataset["template_options"] = options
+        assert case.rows("evaluation_prompts")["evaluation prompts"].found == f"asked: 2, the longest of {longest} tokens"
+    case.settings["datasets"].append(DATASET | {"template_options": {"thinks": True}})
+    assert f"the longest of {opened} tokens" in case.rows("evaluation_prompts")["evaluation prompts"].found
+    case.evaluation["max_prompts"] = 1
+    assert case.rows("evaluation_prompts")["evaluation prompts"].found.startswith("asked: 1,")
+    case.evaluation["prompts"] = {"later": str(tmp_path / "none.jsonl")}
+    assert case.rows("evaluation_prompts")["evaluation prompts"].found == "later is not there yet"
 
 
 def test_a_dropped_role_is_warned_of(tmp_path):

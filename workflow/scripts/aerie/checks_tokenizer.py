@@ -2,11 +2,15 @@
 
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
+from . import evaluation
 from .chat import Renderer, Unusable
 from .conversations import Conversation, read_conversations, with_system
 from .errors import AerieError, describe
+from .generation import length_limit
+from .keys import canonical_json
 from .preflight import Finding, Subject
 
 _SPACED = "def f(x):\n    return  x  # two  spaces\n\n\ttab, ünïcödé, 12345"
@@ -133,6 +137,31 @@ def roles(subject: Subject) -> Finding:
             "Take these messages out, or mend the template",
         )
     return Finding("ok", f"{', '.join(there)}: each is rendered" if there else "no source is there yet; user and assistant are rendered")
+
+
+def evaluation_prompts(subject: Subject) -> Finding:
+    """Whether every prompt of the evaluation can be asked: rendered and measured as after the training, which would be in vain."""
+    if not subject.tokenizer.chat_template:
+        return Finding("failed", "there is no chat template to render them", "Add chat_template.jinja to the target's folder")
+    room = evaluation.Room(length_limit(subject.target, subject.runtime), subject.evaluation.get("max_new_tokens", 0))
+    said = []
+    for name, file in subject.evaluation.get("prompts", {}).items():
+        if not Path(file).is_file():
+            said.append(f"{name} is not there yet")
+            continue
+        # Each run's prompts are rendered as its dataset is.
+        sets = [
+            evaluation.read_prompts(Path(file), _renderer(subject, dataset), subject.evaluation["max_prompts"], room)
+            for dataset in _rendered_differently(subject.settings["datasets"])
+        ]
+        longest = max(len(prompt.token_ids) for prompts in sets for prompt in prompts)
+        said.append(f"{name}: {len(sets[0]):,}, the longest of {longest:,} tokens")
+    return Finding("ok", "; ".join(said) or "no prompt set")
+
+
+def _rendered_differently(datasets: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The datasets, those left out that are rendered as another."""
+    return list({canonical_json(dataset["template_options"]): dataset for dataset in datasets}.values())
 
 
 def _roles_in_data(subject: Subject) -> set[str]:

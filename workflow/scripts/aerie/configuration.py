@@ -325,6 +325,16 @@ class Plan:
             found["validation"] = f"results/datasets/{run.target}/{run.dataset}"
         return found
 
+    def early_evaluation(self) -> dict[str, Any]:
+        """What of the evaluation can be looked at before anything is trained: every prompt set but the runs' own."""
+        settings = self.config["evaluation"]
+        most = smallest(settings["max_prompts"], self.config["max_samples"])
+        return {"prompts": settings["prompts"], "max_prompts": most, "max_new_tokens": settings["max_new_tokens"]}
+
+    def is_made_late(self, path: str) -> bool:
+        """Whether a stage that waits for a preflight makes a file."""
+        return self._is_made(Path(path)) and _DOWNLOADS not in Path(path).parents
+
     def regenerates(self, dataset: str) -> bool:
         return bool(self.config["datasets"][dataset]["regenerate"])
 
