@@ -476,6 +476,11 @@ evaluation:
             "regenerate: found true; expected its keys ({} for their defaults), or null",
         ),
         ("runs: runs.tsv", "", "mine.yaml: runs: missing; expected the path of the table of runs"),
+        (
+            "    sources:",
+            "    template_options: {enable_thinking: false, tokenize: true}\n    sources:",
+            "mine.yaml:6: datasets.d.template_options.tokenize: not a name for this; expected an argument of the target's chat template other",
+        ),
         ("  t: {", "  a/b: {", "mine.yaml:3: targets.a/b: not a name for this; expected letters, digits, "),
     ],
 )

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import preflight_target
-from aerie import checks_engine, preflight, provenance
+from aerie import checks_engine, checks_tokenizer, preflight, provenance
 from aerie.errors import AerieError
 from aerie.preflight import Subject, examine
 from aerie.targets import Target, fingerprint
 from checkout import ROOT, SCRIPTS
 from families import CONFIGS, make_family
-from real_files import archive
+from real_files import archive, tokenizer
 from tiny_targets import HIDDEN_SIZE, VOCAB_SIZE, make_tiny_deepseek_v3, make_tiny_llama, make_tiny_tokenizer
 
 DATASET = {
@@ -466,6 +466,46 @@ def test_data_that_begins_as_the_template_opens_is_not_refused(tmp_path, row):
     assert case.rows("chat_template")["chat template"].verdict == "failed"
     case.data.write_text(json.dumps(row) + "\n")
     assert case.rows("chat_template")["chat template"].verdict == "ok"
+
+
+OPTIONS = (
+    "{% generation %}{% endgeneration %}{% for m in messages %}{% if loop.first and m.role == 'system' %}{{ tone }}{% continue %}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{% if keep_thoughts %}{{ m.reasoning_content }}{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% for t in tools or [] %}{{ tool_style }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"enable_thinking": False}, ""),  # shows in the generation prompt alone
+        ({"keep_thoughts": True, "tone": "kind", "tool_style": "brief"}, ""),  # in thoughts, a system message, tools
+        ({"enable_thinkng": False}, "enable_thinkng: false of dataset talk (the template does not read it; did you mean enable_thinking?)"),
+        (
+            {"enable_thinking": False, "verbosity": "high"},
+            'verbosity: "high" of dataset talk (the template does not read it; the template takes enable_thinking, keep_thoughts, tone, tool_style)',
+        ),
+        ({"enable_thinking": "false"}, 'enable_thinking: "false" of dataset talk (the template reads it, but renders the same without it)'),
+    ],
+)
+def test_an_option_that_does_nothing_is_warned_of(tmp_path, options, words):
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    case.edit_tokenizer(template(OPTIONS))
+    case.dataset["template_options"] = options
+    found = case.rows("template_options")["template options"]
+    assert found.verdict == ("warning" if words else "ok"), found
+    assert words in found.found and found.found.count("of dataset") == (1 if words else len(options))
+
+
+def test_what_a_template_takes():
+    """Llama 3.1 sets what it is not given; Qwen3 has names of its own that only one branch sets; DeepSeek-V3 takes nothing."""
+    llama = (
+        "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}{{ bos_token }}{{ date_string }}{{ messages }}"
+    )
+    assert checks_tokenizer._variables(llama) == ["date_string"]
+    assert checks_tokenizer._variables(tokenizer("qwen3").chat_template) == ["enable_thinking"]
+    assert checks_tokenizer._variables(tokenizer("deepseek_v3").chat_template) == []
 
 
 def tokens_of(prompt: str, opened: str = "") -> int:

@@ -1,5 +1,6 @@
 """Checks of the tokenizer and its chat template."""
 
+import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -7,8 +8,9 @@ from typing import Any
 
 from . import evaluation
 from .chat import Renderer, Unusable
+from .config_schema import did_you_mean
 from .conversations import Conversation, read_conversations, with_system
-from .errors import AerieError, describe
+from .errors import AerieError, describe, shown
 from .generation import length_limit
 from .keys import canonical_json
 from .preflight import Finding, Subject
@@ -16,6 +18,34 @@ from .preflight import Finding, Subject
 _SPACED = "def f(x):\n    return  x  # two  spaces\n\n\ttab, ünïcödé, 12345"
 _READ_ROWS = 500  # of each source, for the roles in it
 _ROLES = ("system", "user", "assistant", "tool")
+_LONGEST = 80  # characters shown of an option's value
+_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # tags of transformers' own
+_ALWAYS_GIVEN = {"add_generation_prompt", "messages", "raise_exception", "strftime_now", "tools"}
+_CALL = {"type": "function", "id": "call00000", "function": {"name": "look", "arguments": {"at": "x"}}}
+_TOOL = {"type": "function", "function": {"name": "look", "description": "d", "parameters": {"type": "object", "properties": {}}}}
+_TALK: list[dict[str, Any]] = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "two", "reasoning_content": "a thought"},
+    {"role": "user", "content": "three"},
+    {"role": "assistant", "content": "four", "reasoning_content": "another"},
+]
+# (messages, tools) in which an option can show.
+_CONVERSATIONS: list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = [
+    (_TALK[:1], None),
+    (_TALK[:3], None),
+    (_TALK, None),
+    ([{"role": "system", "content": "zero"}, *_TALK], None),
+    (_TALK[:1], [_TOOL]),
+    (
+        [
+            _TALK[0],
+            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+            {"role": "tool", "content": "seen", "tool_call_id": "call00000", "name": "look"},
+            _TALK[1],
+        ],
+        [_TOOL],
+    ),
+]
 
 
 def vocabulary(subject: Subject) -> Finding:
@@ -137,6 +167,64 @@ def roles(subject: Subject) -> Finding:
             "Take these messages out, or mend the template",
         )
     return Finding("ok", f"{', '.join(there)}: each is rendered" if there else "no source is there yet; user and assistant are rendered")
+
+
+def template_options(subject: Subject) -> Finding:
+    """Whether each of the datasets' template_options changes a rendering: the template takes any name, and a misspelt one does nothing."""
+    if not subject.tokenizer.chat_template:
+        return Finding("failed", "there is no chat template that takes any", "Add chat_template.jinja to the target's folder")
+    known = _variables(subject.tokenizer.chat_template)
+    useless, used = [], []
+    for dataset in subject.settings["datasets"]:
+        options = dataset["template_options"]
+        for name, value in options.items():
+            without = dataset | {"template_options": {key: options[key] for key in options if key != name}}
+            told = f"{name}: {shown(value, _LONGEST)} of dataset {dataset['name']}"
+            if _renderings(subject, dataset) != _renderings(subject, without):
+                used.append(told)
+            elif name in known:
+                useless.append(f"{told} (the template reads it, but renders the same without it)")
+            else:
+                takes = f"the template takes {', '.join(known)}" if known else "the template takes none"
+                useless.append(f"{told} (the template does not read it; {did_you_mean(name, known) or takes})")
+    if useless:
+        return Finding(
+            "warning", f"changes no rendering: {'; '.join(useless)}", "Correct its name or value in template_options, or delete it there"
+        )
+    return Finding("ok", "; ".join(used) or "none is given")
+
+
+def _renderings(subject: Subject, dataset: dict[str, Any]) -> list[str]:
+    """What becomes of conversations of every kind, with and without a generation prompt."""
+    renderer = _renderer(subject, dataset)
+    found = []
+    for messages, tools in _CONVERSATIONS:
+        for ready in (False, True):
+            try:
+                found.append(renderer.text(messages, tools, ready))
+            except Exception as error:  # noqa: BLE001 - a template may raise anything, with one option and not without it
+                found.append(describe(error).splitlines()[0])
+    return found
+
+
+def _variables(chat_template: str | dict[str, str]) -> list[str]:
+    """What the template takes from outside, but for what it is always given; none where it cannot be parsed."""
+    from jinja2 import Environment, TemplateSyntaxError, meta, nodes
+
+    texts = chat_template.values() if isinstance(chat_template, dict) else [chat_template]
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    found: set[str] = set()
+    for text in texts:
+        try:
+            tree = environment.parse(_GENERATION.sub("", text))
+        except TemplateSyntaxError:
+            continue
+        # What is set in one branch counts as undeclared in another; what may be given from outside as well is asked for first.
+        own = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
+        tests = [test for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined")]
+        asked_for = {test.node.name for test in tests if isinstance(test.node, nodes.Name)}
+        found |= (meta.find_undeclared_variables(tree) - own) | asked_for
+    return sorted(name for name in found - set(environment.globals) - _ALWAYS_GIVEN if not name.endswith("_token"))
 
 
 def evaluation_prompts(subject: Subject) -> Finding:

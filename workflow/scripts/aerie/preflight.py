@@ -150,6 +150,7 @@ def checks() -> list[Check]:
         checks_draft.draft_vocabulary,
         checks_tokenizer.chat_template,
         checks_tokenizer.roles,
+        checks_tokenizer.template_options,
         checks_tokenizer.evaluation_prompts,
         checks_engine.serving_files,
         checks_weights.weight_index,
