@@ -15,6 +15,8 @@ from transformers import AutoTokenizer
 
 import preflight_target
 from aerie import checks_engine, checks_tokenizer, preflight, provenance
+from aerie.chat import Renderer
+from aerie.conversations import read_row
 from aerie.errors import AerieError
 from aerie.preflight import Subject, examine
 from aerie.targets import Target, fingerprint
@@ -557,6 +559,70 @@ def test_prompts_are_looked_at_as_the_evaluation_takes_them(tmp_path):
     assert case.rows("evaluation_prompts")["evaluation prompts"].found.startswith("asked: 1,")
     case.evaluation["prompts"] = {"later": str(tmp_path / "none.jsonl")}
     assert case.rows("evaluation_prompts")["evaluation prompts"].found == "later is not there yet"
+
+
+# As Mistral's: every call and result has an id of nine characters, and who speaks alternates.
+MISTRAL = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}[INST]{{ m['content'] }}[/INST]"
+    "{% elif m['tool_calls'] is defined %}{% for c in m['tool_calls'] %}{% if c.id is not defined or c.id | length != 9 %}"
+    "{{ raise_exception('ids have nine characters') }}{% endif %}[TOOL_CALLS]{{ c.function | tojson }}{{ c.id }}{% endfor %}<|im_end|>"
+    "{% elif m['role'] == 'assistant' %}{{ m['content'] }}<|im_end|>"
+    "{% elif m['role'] == 'tool' %}{% if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}"
+    "{{ raise_exception('ids have nine characters') }}{% endif %}[TOOL_RESULTS]{{ m['content'] }}[/TOOL_RESULTS]"
+    "{% else %}{{ raise_exception('no ' + m['role']) }}{% endif %}{% endfor %}"
+)
+TOOLS = {
+    "messages": [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {"at": "x"}}}]},
+        {"role": "tool", "content": "seen"},
+        {"role": "assistant", "content": "a"},
+    ]
+}
+
+
+def test_tool_data_that_the_preparation_takes_is_taken(tmp_path):
+    """Rows have no ids; the preparation gives them some."""
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    case.edit_tokenizer(template(MISTRAL))
+    case.data.write_text(json.dumps(TOOLS) + "\n")
+    found = case.rows("roles")["roles"]
+    assert (found.verdict, found.found) == ("ok", "user, assistant, tool call, tool: each is rendered")
+    own = case.subject().tokenizer
+    assert Renderer(own, [own.eos_token_id]).render(read_row(TOOLS, "f", 1))[0]  # as the preparation does
+
+
+def test_calls_that_the_template_does_not_show_are_warned_of(tmp_path):
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    case.data.write_text(json.dumps(TOOLS) + "\n")
+    found = case.rows("roles")["roles"]
+    assert found.verdict == "warning" and "dataset talk: tool call" in found.found
+
+
+@pytest.mark.parametrize(
+    ("row", "edits", "verdict"),
+    [
+        (TOOLS, {"max_new_tokens": 16}, "ok"),  # asked is what stands before the first tool's message
+        (TOOLS, {}, "warning"),  # nor does it show calls
+        (TOOLS, {"prepared": False}, "ok"),
+        ({"prompt": "q", "response": "a"}, {"max_new_tokens": 16}, "ok"),
+        ({"prompt": "q", "response": "a"}, {"max_new_tokens": 16, "system_prompt": "s"}, "failed"),
+        ({"prompt": "q", "response": "a"}, {"system_prompt": "s"}, "failed"),
+        ({"turns": ["q", "r"]}, {"max_new_tokens": 16}, "failed"),  # the second is asked behind the first answer
+    ],
+)
+def test_roles_are_those_that_are_used(tmp_path, row, edits, verdict):
+    """A template that takes one message of a user alone, or one with an answer."""
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    alone = "{{ raise_exception('one question') }}"
+    case.edit_tokenizer(
+        template(
+            f"{{% if messages | length > 2 or messages[0].role != 'user' %}}{alone}{{% endif %}}{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}"
+        )
+    )
+    case.data.write_text(json.dumps(row) + "\n")
+    case.dataset.update(edits)
+    assert case.rows("roles")["roles"].verdict == verdict
 
 
 def test_a_dropped_role_is_warned_of(tmp_path):

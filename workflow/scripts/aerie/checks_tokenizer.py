@@ -9,15 +9,17 @@ from typing import Any
 from . import evaluation
 from .chat import Renderer, Unusable
 from .config_schema import did_you_mean
-from .conversations import Conversation, read_conversations, with_system
+from .conversations import Conversation, read_conversations, read_row, with_system
 from .errors import AerieError, describe, shown
 from .generation import length_limit
 from .keys import canonical_json
 from .preflight import Finding, Subject
+from .regeneration import prompt_of
 
 _SPACED = "def f(x):\n    return  x  # two  spaces\n\n\ttab, ünïcödé, 12345"
 _READ_ROWS = 500  # of each source, for the roles in it
-_ROLES = ("system", "user", "assistant", "tool")
+_CALLS = "tool call"  # an answer, but of a form of its own
+_ROLES = ("system", "user", "assistant", _CALLS, "tool")
 _LONGEST = 80  # characters shown of an option's value
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # tags of transformers' own
 _ALWAYS_GIVEN = {"add_generation_prompt", "messages", "raise_exception", "strftime_now", "tools"}
@@ -141,32 +143,43 @@ def _shows_an_answer(subject: Subject, dataset: dict[str, Any], renderer: Render
 
 
 def roles(subject: Subject) -> Finding:
-    """Whether the chat template renders every role that the datasets' first rows have, and leaves no message out."""
+    """Whether the chat template renders every role that the datasets' first rows have and that is used, and leaves no message out."""
     if not subject.tokenizer.chat_template:
         return Finding("failed", "there is no chat template to render them", "Add chat_template.jinja to the target's folder")
-    there = sorted(found := _roles_in_data(subject), key=_ROLES.index)
-    refused, dropped = {}, []
-    for role in found or ("user", "assistant"):
-        conversation = _conversation_with(role)
-        try:
-            text = subject.tokenizer.apply_chat_template(conversation, tokenize=False)
-        except Exception as error:  # noqa: BLE001 - templates raise what they like
-            refused[role] = describe(error).splitlines()[0]
-            continue
-        if f"say {role}" not in text:
-            dropped.append(role)
+    there: set[str] = set()
+    refused, dropped = [], []
+    for dataset in subject.settings["datasets"]:
+        renderer, found = _renderer(subject, dataset), _roles_in_data(subject, dataset)
+        there |= found
+        wrong, lost = {}, []
+        for role in sorted(found or ("user", "assistant"), key=_ROLES.index):
+            # As the dataset's stages render it: with the ids of tool calls, and in the form that the template wants.
+            messages = read_row({"messages": _conversation_with(role, found, _is_regenerated(dataset))}, "preflight", 1).messages
+            try:
+                text = renderer.text(messages, ready=_is_regenerated(dataset))
+            except Unusable:  # the template shows no tool calls; rows with some are not used
+                text = ""
+            except Exception as error:  # noqa: BLE001 - templates raise what they like
+                wrong[role] = describe(error).splitlines()[0]
+                continue
+            if f"say {role}" not in text:
+                lost.append(role)
+        refused += [f"dataset {dataset['name']}: {', '.join(f'{role} ({cause})' for role, cause in wrong.items())}"] if wrong else []
+        dropped += [f"dataset {dataset['name']}: {', '.join(lost)}"] if lost else []
     if refused:
-        said = "; ".join(f"{role} ({cause})" for role, cause in refused.items())
         return Finding(
-            "failed", f"the chat template refuses a role that the data has: {said}", "Take these messages out, or mend the template"
+            "failed",
+            f"the chat template refuses a role that the data has: {'; '.join(refused)}",
+            "Take these messages out, or mend the template",
         )
     if dropped:
         return Finding(
             "warning",
-            f"the chat template leaves out messages of the role {', '.join(dropped)}",
+            f"the chat template leaves out messages of the role: {'; '.join(dropped)}",
             "Take these messages out, or mend the template",
         )
-    return Finding("ok", f"{', '.join(there)}: each is rendered" if there else "no source is there yet; user and assistant are rendered")
+    said = ", ".join(sorted(there, key=_ROLES.index))
+    return Finding("ok", f"{said}: each is rendered" if said else "no source is there yet; user and assistant are rendered")
 
 
 def template_options(subject: Subject) -> Finding:
@@ -252,12 +265,18 @@ def _rendered_differently(datasets: list[dict[str, Any]]) -> list[dict[str, Any]
     return list({canonical_json(dataset["template_options"]): dataset for dataset in datasets}.values())
 
 
-def _roles_in_data(subject: Subject) -> set[str]:
+def _roles_in_data(subject: Subject, dataset: dict[str, Any]) -> set[str]:
+    """The roles of what the template has to render; of a dataset that is regenerated, those that its prompts have."""
     found: set[str] = set()
-    for dataset in subject.settings["datasets"]:
-        for conversation in _first_conversations(subject, dataset):
-            found |= {str(message["role"]) for message in conversation.messages}
-    return found & set(_ROLES)
+    for conversation in _first_conversations(subject, dataset) if dataset["prepared"] else ():
+        if _is_regenerated(dataset):
+            turns = prompt_of(conversation).turns
+            found |= {message["role"] for turn in turns for message in turn}
+            found |= {"assistant"} if len(turns) > 1 else set()
+        else:
+            found |= {message["role"] for message in conversation.messages}
+            found |= {_CALLS} if any("tool_calls" in message for message in conversation.messages) else set()
+    return found
 
 
 def _first_conversations(subject: Subject, dataset: dict[str, Any]) -> Iterator[Conversation]:
@@ -273,12 +292,18 @@ def _first_conversations(subject: Subject, dataset: dict[str, Any]) -> Iterator[
             continue
 
 
-def _conversation_with(role: str) -> list[dict[str, Any]]:
-    """A short conversation that has the role where it belongs."""
-    turns = [{"role": "user", "content": "say user"}, {"role": "assistant", "content": "say assistant"}]
+def _conversation_with(role: str, there: set[str], regenerated: bool) -> list[dict[str, Any]]:
+    """A short conversation that has the role where it belongs: in one to be answered where answers are regenerated."""
+    asked, answered = {"role": "user", "content": "say user"}, {"role": "assistant", "content": "say assistant"}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": f"say {_CALLS}", "arguments": {}}}]}
+    result = {"role": "tool", "name": f"say {_CALLS}", "content": "say tool"}
+    if role == "assistant" and regenerated:
+        return [asked, answered, asked]
+    ending = [] if regenerated else [answered]
     if role == "system":
-        return [{"role": "system", "content": "say system"}, *turns]
+        return [{"role": "system", "content": "say system"}, asked, *ending]
+    if role == _CALLS:
+        return [asked, call]
     if role == "tool":
-        call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
-        return [turns[0], call, {"role": "tool", "name": "f", "content": "say tool"}, turns[1]]
-    return turns
+        return [asked, call if _CALLS in there else answered, result, *ending]
+    return [asked, *ending]
