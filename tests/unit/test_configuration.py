@@ -165,6 +165,12 @@ def test_the_preflight_knows_how_each_dataset_is_rendered(tmp_path):
     assert not settings(elsewhere, "preflight_target", "t")["datasets"][0]["prepared"]
 
 
+def test_the_evaluation_asks_as_the_dataset_does(tmp_path):
+    datasets = {"d": {"sources": ["x.jsonl"], "template_options": {"enable_thinking": False}, "system_prompt": "Be kind."}}
+    found = settings(plan(tmp_path, datasets=datasets), "evaluate_draft", "a")
+    assert (found["template_options"], found["system_prompt"]) == ({"enable_thinking": False}, "Be kind.")
+
+
 def test_a_recipe_changes_with_its_own_settings_only(tmp_path):
     before = plan(tmp_path).recipes
     after = plan(tmp_path, drafts={"big": {"vocab_size": 64000, "training": {"learning_rate": 0.5}}, "small": {"aux_layer_ids": [1, 5, 9]}})

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import evaluate_draft
+import real_files
 import tiny_targets
 from aerie import drafts, evaluation
 from aerie.chat import Renderer
@@ -173,7 +174,32 @@ def test_more_prompts_contain_fewer():
 def test_first_turns_keep_the_system_prompt_only():
     messages = [{"role": role, "content": role} for role in ("system", "user", "assistant", "user")]
     row = json.dumps({"messages": messages, "category": "math"})
-    assert evaluation.first_turns([RawRow("p", 1, row)], None) == [("p", 1, "math", messages[:2])]
+    assert evaluation.first_turns([RawRow("p", 1, row)], None) == [("p", 1, "math", messages[:2], None)]
+
+
+def test_prompts_are_what_is_served(tmp_path):
+    """With the tools of their rows and the dataset's system prompt, as the template itself renders them."""
+    qwen = real_files.tokenizer("qwen3")
+    tools = [{"type": "function", "function": {"name": "look", "description": "d", "parameters": {"type": "object", "properties": {}}}}]
+    asked, own = {"role": "user", "content": "Where?"}, {"role": "system", "content": "Be brief."}
+    file = tmp_path / "p.jsonl"
+    rows = [{"prompt": "Where?"}, {"messages": [asked], "tools": tools}, {"messages": [own, asked], "functions": [tools[0]["function"]]}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"role": "system", "content": "Be kind."}
+    for prompt, before in ((None, []), ("Be kind.", [given])):
+        found = evaluation.read_prompts(file, Renderer(qwen, []), None, Room(10_000, 10), prompt)
+        expected = [
+            qwen.apply_chat_template(messages, tools=offered, add_generation_prompt=True, tokenize=False)
+            for messages, offered in (([*before, asked], None), ([*before, asked], tools), ([own, asked], tools))
+        ]
+        assert [qwen.decode(one.token_ids) for one in found] == expected
+        assert [one.text for one in found] == ["Where?"] * 3
+
+
+def test_prompts_that_differ_in_their_tools_alone_are_chosen_each_by_its_own_hash():
+    tools = [{"type": "function", "function": {"name": f"look{n}"}} for n in range(8)]
+    rows = [RawRow("p", n, {"prompt": "Where?", "tools": [tool]}) for n, tool in enumerate(tools)]
+    assert [turn.line for turn in evaluation.first_turns(rows, 4)] != [0, 1, 2, 3]
 
 
 def test_an_unusable_prompt_is_an_error():
@@ -209,11 +235,11 @@ def test_left_out_prompts_are_told_and_other_sets_are_not_shortened(tmp_path, ca
     write_samples(made, tmp_path / "validation/samples")
     (tmp_path / "mine.jsonl").write_text('{"prompt": "Why?"}\n')
     paths = {"mine": tmp_path / "mine.jsonl", "validation": tmp_path / "validation"}
-    sets, left_out = evaluate_draft.read_sets(paths, renderer, None, Room(50, 10))
+    sets, left_out = evaluate_draft.read_sets(paths, renderer, {"max_prompts": None}, Room(50, 10))
     assert [len(prompt.token_ids) for prompt in sets["validation"]] == [20, 40] and left_out == {"validation": 1}
     assert "1 prompts of the set validation are left out: with 10 new tokens they exceed the target's 50" in capfd.readouterr().err
     with pytest.raises(AerieError, match=r"mine.jsonl:1: a prompt of \d+ tokens and 45 new ones exceed the target's 50"):
-        evaluate_draft.read_sets(paths, renderer, None, Room(50, 45))
+        evaluate_draft.read_sets(paths, renderer, {"max_prompts": None}, Room(50, 45))
 
 
 # --- the stage's files ------------------------------------------------------------------------------------------------

@@ -555,6 +555,9 @@ def test_prompts_are_looked_at_as_the_evaluation_takes_them(tmp_path):
         assert case.rows("evaluation_prompts")["evaluation prompts"].found == f"asked: 2, the longest of {longest} tokens"
     case.settings["datasets"].append(DATASET | {"template_options": {"thinks": True}})
     assert f"the longest of {opened} tokens" in case.rows("evaluation_prompts")["evaluation prompts"].found
+    case.settings["datasets"].append(DATASET | {"system_prompt": "y" * 200})
+    found = case.rows("evaluation_prompts")["evaluation prompts"]
+    assert found.verdict == "ok" and int(found.found.split()[-2]) > opened + 200
     case.evaluation["max_prompts"] = 1
     assert case.rows("evaluation_prompts")["evaluation prompts"].found.startswith("asked: 1,")
     case.evaluation["prompts"] = {"later": str(tmp_path / "none.jsonl")}

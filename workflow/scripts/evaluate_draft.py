@@ -9,7 +9,7 @@ batch size. What needs no draft is kept in the store and serves every draft of t
 
 Output: acceptance.json, per_prompt.parquet, manifest.json.
 Settings: num_draft_tokens, max_new_tokens, max_prompts (of each set; null: all), batch_sizes (requests at once), temperatures,
-ngram, dtype.
+ngram, dtype, system_prompt and template_options (of the run's dataset).
 Runtime: prompts ([[name, file of conversations or a dataset's folder]], the first one decides), draft (the folder of one that
 was made elsewhere), device, tensor_parallel, engine_options.
 """
@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> None:
         tokenizer = target.tokenizer()
         renderer = Renderer(tokenizer, [], recipe.settings.get("template_options"))
         room = Room(generation.length_limit(target, recipe.runtime), recipe.settings["max_new_tokens"])
-        sets, left_out = read_sets(paths, renderer, recipe.settings["max_prompts"], room)
+        sets, left_out = read_sets(paths, renderer, recipe.settings, room)
         tokens = {name: [prompt.token_ids for prompt in prompts] for name, prompts in sets.items()}
         args.prompts = work / "prompts.json"
         write_atomically(args.prompts, json.dumps({"end_tokens": target.end_tokens(tokenizer), "sets": tokens}))
@@ -110,15 +110,16 @@ def main(args: argparse.Namespace) -> None:
     )
 
 
-def read_sets(paths: dict[str, Path], renderer: Renderer, max_prompts: int | None, room: Room) -> tuple[PromptSets, dict[str, int]]:
+def read_sets(paths: dict[str, Path], renderer: Renderer, settings: dict[str, Any], room: Room) -> tuple[PromptSets, dict[str, int]]:
     """The prompts of each set, and of the run's own validation split how many are too long and left out."""
+    max_prompts = settings["max_prompts"]
     sets: PromptSets = {}
     left_out = {}
     for name, path in paths.items():
         if path.is_dir():
             sets[name], left_out[name] = evaluation.validation_prompts(path, renderer.tokenizer, max_prompts, room)
         else:
-            sets[name] = evaluation.read_prompts(path, renderer, max_prompts, room)
+            sets[name] = evaluation.read_prompts(path, renderer, max_prompts, room, settings.get("system_prompt"))
     for name, count in left_out.items():
         if count:
             cli.say(

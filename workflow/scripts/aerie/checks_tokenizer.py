@@ -252,7 +252,9 @@ def evaluation_prompts(subject: Subject) -> Finding:
             continue
         # Each run's prompts are rendered as its dataset is.
         sets = [
-            evaluation.read_prompts(Path(file), _renderer(subject, dataset), subject.evaluation["max_prompts"], room)
+            evaluation.read_prompts(
+                Path(file), _renderer(subject, dataset), subject.evaluation["max_prompts"], room, dataset["system_prompt"]
+            )
             for dataset in _rendered_differently(subject.settings["datasets"])
         ]
         longest = max(len(prompt.token_ids) for prompts in sets for prompt in prompts)
@@ -262,7 +264,9 @@ def evaluation_prompts(subject: Subject) -> Finding:
 
 def _rendered_differently(datasets: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The datasets, those left out that are rendered as another."""
-    return list({canonical_json(dataset["template_options"]): dataset for dataset in datasets}.values())
+    return list(
+        {canonical_json([dataset[name] for name in ("system_prompt", "template_options")]): dataset for dataset in datasets}.values()
+    )
 
 
 def _roles_in_data(subject: Subject, dataset: dict[str, Any]) -> set[str]:

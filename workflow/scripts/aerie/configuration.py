@@ -508,7 +508,7 @@ class Plan:
         apart = ("prompts", "validation_prompts", "min_acceptance_length")
         settings = {name: value for name, value in self.config["evaluation"].items() if name not in apart}
         settings["max_prompts"] = smallest(settings["max_prompts"], self.config["max_samples"])
-        settings["template_options"] = self.config["datasets"][run.dataset]["template_options"]
+        settings |= {name: self.config["datasets"][run.dataset][name] for name in ("system_prompt", "template_options")}
         # Speeds are part of the result, and so is everything that they depend on.
         return settings | self._computation(run.target) | {"engine": self.engine(run.target)}
 

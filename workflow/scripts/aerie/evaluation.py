@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .chat import Renderer
-from .conversations import Message, conversation_of
+from .conversations import Message, conversation_of, with_system
 from .errors import AerieError
 from .generation import ServedAnswer, SpeculationCounters
 from .keys import digest_of, file_sha256
@@ -131,12 +131,13 @@ class Room(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A row's messages up to its first user turn."""
+    """A row's messages up to its first user turn, and the tools on offer."""
 
     source: str
     line: int
     category: str
     messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
 
 
 def first_turns(rows: Iterable[RawRow], max_prompts: int | None) -> list[Turn]:
@@ -154,18 +155,23 @@ def first_turns(rows: Iterable[RawRow], max_prompts: int | None) -> list[Turn]:
         end = next(number for number, message in enumerate(conversation.messages) if message["role"] == "user")
         messages = [{"role": one["role"], "content": one["content"]} for one in conversation.messages[: end + 1]]
         data = json.loads(row.data) if isinstance(row.data, str) else row.data
-        found.append(Turn(row.source, row.line, str(data.get("category") or ""), messages))
-    chosen = sorted(found, key=lambda turn: digest_of(turn.messages))[:max_prompts]
+        found.append(Turn(row.source, row.line, str(data.get("category") or ""), messages, conversation.tools))
+    chosen = sorted(found, key=lambda turn: digest_of([turn.messages, turn.tools] if turn.tools else turn.messages))[:max_prompts]
     return sorted(chosen, key=lambda turn: turn.line)
 
 
-def read_prompts(path: Path, renderer: Renderer, max_prompts: int | None, room: Room) -> list[EvaluationPrompt]:
-    """The prompts of a file of conversations. AerieError, naming the place, for one that cannot be asked."""
+def read_prompts(
+    path: Path, renderer: Renderer, max_prompts: int | None, room: Room, system_prompt: str | None = None
+) -> list[EvaluationPrompt]:
+    """The prompts of a file of conversations, system_prompt before those that have no system message, as the dataset has it.
+
+    AerieError, naming the place, for one that cannot be asked.
+    """
     found = []
     for turn in first_turns(read_rows(Source(path=str(path))), max_prompts):
         place = f"{turn.source}:{turn.line}"
         try:
-            ids = renderer.prompt(turn.messages)
+            ids = renderer.prompt(with_system(turn.messages, system_prompt), turn.tools)
         except Exception as error:  # noqa: BLE001 - a template may raise anything
             raise AerieError(
                 f"{place}: the target's chat template refuses the prompt: {type(error).__name__}: {error}. Mend the row, or take it out."
