@@ -44,8 +44,8 @@ SAID = [20, 106]  # what the target likes to say
 VOCABULARY = [3, 20, *range(100, 200), 267]  # the draft's
 
 
-def answer(ids, accepted=(), first=0.5, rest=0.1):
-    return ServedAnswer(list(ids), "stop", first, rest, list(accepted))
+def answer(ids, accepted=(), first=0.5, rest=0.1, steps=None):
+    return ServedAnswer(list(ids), "stop", first, rest, list(accepted), steps)
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------------
@@ -64,7 +64,10 @@ def test_acceptance_by_hand():
 
 def test_steps_without_a_proposal_count():
     # n-gram: 9 tokens, the first from the prompt; one step proposed 3 and had 2 accepted, five proposed nothing.
-    assert evaluation.step_counts([answer(range(9), [2])], 3).tolist() == [[6, 1, 1, 0]]
+    assert evaluation.step_counts([answer(range(9), [2], steps=6)], 3).tolist() == [[6, 1, 1, 0]]
+    # 8 tokens, the first from the prompt; five steps proposed nothing, the last had 3 accepted, of which the answer has room for one.
+    cut = evaluation.step_counts([answer(range(8), [3], steps=6)], 3)
+    assert cut.tolist() == [[6, 1, 1, 1]] and evaluation.acceptance(cut)["acceptance_length"] == 1.5
     # A draft whose last tokens lie behind the end of the answer.
     assert evaluation.step_counts([answer(range(3), [3])], 3).tolist() == [[1, 1, 1, 1]]
 
@@ -498,6 +501,18 @@ def test_figures_are_vllms_own(served):
     assert 20 + found["drafts"] + found["accepted_tokens"] == produced + found["tokens_past_the_end"]
 
 
+def test_steps_without_a_draft_are_counted(served):
+    """Tokens after the first are one a step and what it accepted, but for what the end of the answer cut off the last draft."""
+    runs = [EngineRun.from_json(path.read_text()) for path in (served.folder / "store/baselines").glob("*.json")]
+    [ngram] = [run for run in runs if run.engine == "ngram"]
+    answers = [one for found in ngram.passes.values() for one in found.answers]
+    cut = [(one.steps or 0) + sum(one.accepted) - (len(one.token_ids) - 1) for one in answers]
+    assert all(0 <= more <= (one.accepted[-1] if one.accepted else 0) for more, one in zip(cut, answers, strict=True))
+    assert sum(cut) > 0 and sum(one.steps or 0 for one in answers) > sum(len(one.accepted) for one in answers)  # else nothing was tested
+    [baseline] = [run for run in runs if run.engine == "baseline"]
+    assert {one.steps for found in baseline.passes.values() for one in found.answers} == {None}
+
+
 def test_in_float32_speculation_changes_no_token(served):
     found, answers = served.acceptance("first"), served.rows("first")
     assert found["identical_outputs"] == {"same": 20, "different": 0} and found["differences"] == []
@@ -591,7 +606,7 @@ if __name__ == "__main__":
         for output in llm.step():
             came.setdefault(output.request_id, []).append(list(output.outputs[0].token_ids))
     print("CAME", json.dumps([came[str(number)] for number in range(len(prompts["ids"]))]))
-    engine._counts_steps = True  # as with a vLLM that does not count by request
+    engine._counts_accepted = True  # as with a vLLM that does not count by request
     made = generation._finished
     generation._finished = lambda output, number: setattr(one := made(output, number), "spec_decode_metrics", None) or one
     for batch_size in (4, 1):

@@ -227,8 +227,9 @@ def step_counts(answers: Sequence[ServedAnswer], positions: int) -> np.ndarray:
     """int64 [prompts, 1 + positions]: the target's steps after each prompt's own, and those that accepted 1, 2, … tokens or more."""
     found = np.zeros((len(answers), 1 + positions), dtype=np.int64)
     for row, answer in zip(found, answers, strict=True):
-        # A step gives one token and what it accepts. Where no draft was proposed (n-gram), that shows in the answer alone.
-        row[0] = max(len(answer.accepted), len(answer.token_ids) - 1 - sum(answer.accepted))
+        # A step gives one token and what it accepts, the last one no more than the answer has room for.
+        least = max(len(answer.accepted), len(answer.token_ids) - 1 - sum(answer.accepted))
+        row[0] = least if answer.steps is None else answer.steps
         row[1:] = [sum(count >= position for count in answer.accepted) for position in range(1, positions + 1)]
     return found
 
