@@ -17,7 +17,7 @@ import torch
 import evaluate_draft
 import real_files
 import tiny_targets
-from aerie import drafts, evaluation
+from aerie import drafts, evaluation, generation
 from aerie.chat import Renderer
 from aerie.errors import AerieError
 from aerie.evaluation import EngineRun, EvaluationPrompt, Pass, PassResult, Room, planned_passes
@@ -313,6 +313,32 @@ def test_an_engine_run_survives_its_file():
     _, runs, _, _ = handmade()
     for run in runs.values():
         assert EngineRun.from_json(run.to_json()) == run
+
+
+@pytest.mark.parametrize(("speed_up", "marked"), [(2.5, False), (2.501, True)])
+def test_a_ratio_that_cannot_be_is_marked_where_it_is_told(speed_up, marked):
+    """2.5 tokens a step make it 2.5 times as fast at most."""
+    figures = {"acceptance_length": 2.5, "accepted_per_position": [], "speed_up": speed_up, "prompts": 1}
+    figures |= {"tokens_per_second": {"draft": 2.0, "baseline": 1.0}, "identical_outputs": {"same": 1}}
+    said = evaluate_draft.told(figures)
+    assert ("(x 2.50 (!))" in said[0]) is marked and len(said) == 1 + marked
+    assert not marked or "cannot be" in said[1]
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="expects vLLM's CPU build")
+def test_other_threads_are_another_speed():
+    """What was timed on one thread is not compared with what is timed on two."""
+    recipe = Recipe("evaluate_draft", 1, SETTINGS, ENGINE)
+    target, before = Target("t", "d", {"path": "nowhere"}, False), torch.get_num_threads()
+    keys = {}
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            keys[threads] = evaluate_draft.engine_key("baseline", recipe, target, "p")
+            assert generation.device_name(1).startswith(("1 thread on ", "2 threads on ")[threads - 1])
+    finally:
+        torch.set_num_threads(before)
+    assert keys[1] != keys[2]
 
 
 def test_answers_too_short_to_speculate_are_an_error(tmp_path):

@@ -31,6 +31,7 @@ from aerie.evaluation import ENGINES, EngineRun, Pass, PassResult, PromptSets, R
 from aerie.keys import digest_of
 from aerie.progress import Progress, loading, passed_on
 from aerie.provenance import versions
+from aerie.run_results import cannot_be, ratio
 from aerie.stage import Recipe, StageResult, locked, read_manifest, run_stage, write_atomically
 from aerie.targets import Target
 from aerie.vllm_options import served_length
@@ -101,13 +102,25 @@ def main(args: argparse.Namespace) -> None:
         return write_results(sets, left_out, runs, recipe.settings, tokenizer, out)
 
     manifest = run_stage(recipe, VERSION, inputs, args.output, args.store, compute, args.log)
-    found = manifest["figures"]
-    speeds, outputs = found["tokens_per_second"], found["identical_outputs"]
-    cli.say(
-        f"evaluate: acceptance length {found['acceptance_length']:.3f}, by position {found['accepted_per_position']}; "
-        f"{speeds['draft']:,} tok/s with the draft, {speeds['baseline']:,} without (x {found['speed_up']}); "
-        f"{outputs['same']} of {found['prompts']} answers identical"
+    for line in told(manifest["figures"]):
+        cli.say(line)
+
+
+def told(figures: dict[str, Any]) -> list[str]:
+    """What the person who watches is told of the result."""
+    speeds, outputs, length, speed_up = (
+        figures[name] for name in ("tokens_per_second", "identical_outputs", "acceptance_length", "speed_up")
     )
+    lines = [
+        f"evaluate: acceptance length {length:.3f}, by position {figures['accepted_per_position']}; "
+        f"{speeds['draft']:,} tok/s with the draft, {speeds['baseline']:,} without (x {ratio(speed_up, length)}); "
+        f"{outputs['same']} of {figures['prompts']} answers identical"
+    ]
+    if cannot_be(speed_up, length):
+        lines.append(
+            "evaluate: (!) a speed-up above the acceptance length cannot be: the machine was busy while it was timed; see the report"
+        )
+    return lines
 
 
 def read_sets(paths: dict[str, Path], renderer: Renderer, settings: dict[str, Any], room: Room) -> tuple[PromptSets, dict[str, int]]:

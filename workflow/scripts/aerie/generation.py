@@ -391,7 +391,7 @@ def _counts_by_request() -> bool:
 
 
 def device_name(tensor_parallel: int) -> str:
-    """What speeds were measured on: "2 x NVIDIA H200", or the CPU's model and the cores this process may use."""
+    """What speeds were measured on: "2 x NVIDIA H200", or the CPU's model, the cores this process may use and its threads."""
     if device_type("auto") == "cuda":
         from vllm.platforms import current_platform
 
@@ -402,7 +402,11 @@ def device_name(tensor_parallel: int) -> str:
             model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), model)
     except OSError:
         pass
-    return f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores, {model}"
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = torch.get_num_threads()  # of the job, as Snakemake grants them
+    return f"{threads} thread{'s' * (threads > 1)} on {cores} cores, {model}"
 
 
 def length_limit(target: "Target", runtime: dict[str, Any]) -> int:
