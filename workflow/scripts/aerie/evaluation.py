@@ -18,6 +18,7 @@ from .conversations import Message, conversation_of, with_system
 from .errors import AerieError
 from .generation import ServedAnswer, SpeculationCounters
 from .keys import digest_of, file_sha256
+from .run_results import LEAST_PROMPTS
 from .sources import RawRow, Source, read_rows
 from .stage import read_manifest
 
@@ -34,7 +35,7 @@ NOTES = (
     "The figures at the top are those of the first prompt set, greedy, at the largest batch_size.",
     "acceptance_length is 1 + accepted tokens / steps; a step of the n-gram engine without a proposal counts as one that accepted nothing.",
     "accepted_per_position is unconditional: the share of all steps whose tokens up to and including this position were accepted.",
-    "confidence holds the bounds of 95 % by bootstrap over prompts; null where there are too few prompts.",
+    f"confidence holds the bounds of 95 % by bootstrap over prompts; null for fewer than {LEAST_PROMPTS} prompts.",
     "by_draft_tokens is estimated from this one run: with fewer draft tokens, steps begin at other places of the text.",
     "vLLM counts an accepted token even if the answer ended before it; tokens_past_the_end says how many these were.",
     "prompts_left_out counts, by set, the prompts of the validation split that leave no room for an answer.",
@@ -237,8 +238,7 @@ def step_counts(answers: Sequence[ServedAnswer], positions: int) -> np.ndarray:
 def acceptance(counts: np.ndarray) -> dict[str, Any]:
     """acceptance_length and accepted_per_position (both as in NOTES) with their confidence, from `step_counts`."""
     found: dict[str, Any] = _figures(counts.sum(axis=0)) | {"confidence": None}
-    prompts = int((counts[:, 0] > 0).sum())
-    if prompts >= 2:
+    if int((counts[:, 0] > 0).sum()) >= LEAST_PROMPTS:
         drawn = np.random.default_rng(0).multinomial(len(counts), np.full(len(counts), 1 / len(counts)), size=_RESAMPLES) @ counts
         lengths, resampled = _shares(drawn[drawn[:, 0] > 0])
         found["confidence"] = {

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from .pages import render
 from .plots import ENGINE_NAMES, Plot, plots
-from .run_results import MISSING, Manifest, RunResults, cannot_be, decimal, figures_of, percent, ratio, shares, whole
+from .run_results import LEAST_PROMPTS, MISSING, Manifest, RunResults, cannot_be, decimal, figures_of, percent, ratio, shares, whole
 
 _SHARED = ("regenerate_responses", "prepare_dataset", "extract_hidden_states")
 _ORDER = (*_SHARED, "map_vocabulary", "train_draft", "evaluate_draft")
@@ -37,7 +37,8 @@ SUMMARY_HEADER = (
 )
 
 SUMMARY_LEGEND = (
-    "accept. length, simulated: tokens a step of the target (1: the draft is no help), served, with its 95 % confidence, and in "
+    "accept. length, simulated: tokens a step of the target (1: the draft is no help), served, with its 95 % confidence "
+    f"(of {LEAST_PROMPTS} prompts or more: fewer are too few for one), and in "
     "training's validation; by position: share of steps that accepted the draft up to its 1st, 2nd, … token; coverage: share of the "
     "train split's supervised tokens that the draft's vocabulary has"
 )
@@ -86,9 +87,11 @@ def _allowed(one: RunResults, engine: str) -> float | None:
 
 
 def _bounds(found: dict[str, Any]) -> str:
-    """The confidence of an acceptance length."""
+    """The confidence of an acceptance length, or why there is none."""
     bounds = (found.get("confidence") or {}).get("acceptance_length")
-    return "–".join(decimal(bound, 3) for bound in bounds) if bounds else MISSING
+    if bounds:
+        return "–".join(decimal(bound, 3) for bound in bounds)
+    return f"< {LEAST_PROMPTS} prompts" if "acceptance_length" in found else MISSING
 
 
 def summary_text(runs: Sequence[RunResults]) -> str:

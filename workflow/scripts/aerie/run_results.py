@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 MISSING = "–"
+# Of fewer prompts the bootstrap's bounds are too narrow by far: two that agree would leave no doubt.
+LEAST_PROMPTS = 10
 
 Manifest = dict[str, Any]
 
