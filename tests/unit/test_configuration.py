@@ -160,9 +160,10 @@ def test_the_preflight_knows_how_each_dataset_is_rendered(tmp_path):
     datasets = {"d": {"sources": ["x.jsonl"], "template_options": {"enable_thinking": False}, "system_prompt": "Be kind."}}
     [found] = settings(plan(tmp_path, datasets=datasets), "preflight_target", "t")["datasets"]
     assert (found["template_options"], found["system_prompt"]) == ({"enable_thinking": False}, "Be kind.")
-    assert found["prepared"] and found["max_new_tokens"] is None
-    elsewhere = plan(tmp_path, rows="run\ttarget\tdataset\tdraft\na\tt\td\tbig\n", drafts={"big": {"path": "theirs"}})
-    assert not settings(elsewhere, "preflight_target", "t")["datasets"][0]["prepared"]
+    assert found["max_new_tokens"] is None and plan(tmp_path).unprepared("t") == []
+    elsewhere = {"rows": "run\ttarget\tdataset\tdraft\na\tt\td\tbig\n", "drafts": {"big": {"path": "theirs"}}}
+    assert plan(tmp_path, **elsewhere).unprepared("t") == ["d"]
+    assert plan(tmp_path, **elsewhere, evaluation={"prompts": {"some": "p"}, "validation_prompts": True}).unprepared("t") == []
 
 
 def test_the_evaluation_asks_as_the_dataset_does(tmp_path):

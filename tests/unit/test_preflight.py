@@ -33,7 +33,6 @@ DATASET = {
     "max_new_tokens": None,
     "system_prompt": None,
     "template_options": {},
-    "prepared": True,
 }
 
 
@@ -60,6 +59,7 @@ class Case:
         self.layer_ids = {"mine.yaml:8: drafts.small.aux_layer_ids": [2, 4, 9], "mine.yaml:9: drafts.deep.aux_layer_ids": None}
         prompts = folder.parent / "prompts.jsonl"
         prompts.write_text('{"prompt": "Why?"}\n{"prompt": "And how?"}\n')
+        self.unprepared: list[str] = []
         self.evaluation: dict[str, Any] = {"prompts": {"asked": str(prompts)}, "max_prompts": None, "max_new_tokens": 16}
         self.runtime: dict[str, Any] = {"device": device, "gpus": gpus, "tensor_parallel": max(1, gpus), "engine_options": {}}
 
@@ -90,7 +90,7 @@ class Case:
 
     def subject(self):
         target = Target("t", "d", {"path": str(self.folder)}, self.trusted)
-        store, told = self.folder.parent / "store", (self.vocab_sizes, self.layer_ids, self.evaluation)
+        store, told = self.folder.parent / "store", (self.vocab_sizes, self.layer_ids, self.evaluation, self.unprepared)
         return Subject(target, self.settings, self.runtime, self.granted, store, *told)
 
     def rows(self, *names):
@@ -431,7 +431,7 @@ OPENS_EMPTY = ALWAYS_THINKING.replace("<think>\n{% endif %}", "{% if not thinks 
     [
         (ALWAYS_THINKING, {}, "failed"),
         (ALWAYS_THINKING, {"max_new_tokens": 128}, "ok"),  # the target says it itself
-        (ALWAYS_THINKING, {"prepared": False}, "ok"),  # of a run whose draft was made elsewhere
+        (ALWAYS_THINKING, None, "ok"),  # of a run whose draft was made elsewhere
         (OPENS_EMPTY, {}, "failed"),
         (OPENS_EMPTY, {"template_options": {"thinks": True}}, "ok"),
     ],
@@ -440,7 +440,8 @@ def test_a_thought_that_the_template_opens(tmp_path, text, edits, verdict):
     """An answer of the data is not the continuation of a prompt that ends in <think>; what the target says is."""
     case = Case(make_tiny_llama(tmp_path / "target"))
     case.edit_tokenizer(template(text))
-    case.dataset.update(edits)
+    case.unprepared = [] if edits is not None else ["talk"]
+    case.dataset.update(edits or {})
     found = case.rows("chat_template")["chat template"]
     assert found.verdict == verdict, found
     if verdict == "failed":
@@ -607,7 +608,7 @@ def test_calls_that_the_template_does_not_show_are_warned_of(tmp_path):
     [
         (TOOLS, {"max_new_tokens": 16}, "ok"),  # asked is what stands before the first tool's message
         (TOOLS, {}, "warning"),  # nor does it show calls
-        (TOOLS, {"prepared": False}, "ok"),
+        (TOOLS, None, "ok"),  # no sample is made
         ({"prompt": "q", "response": "a"}, {"max_new_tokens": 16}, "ok"),
         ({"prompt": "q", "response": "a"}, {"max_new_tokens": 16, "system_prompt": "s"}, "failed"),
         ({"prompt": "q", "response": "a"}, {"system_prompt": "s"}, "failed"),
@@ -624,7 +625,8 @@ def test_roles_are_those_that_are_used(tmp_path, row, edits, verdict):
         )
     )
     case.data.write_text(json.dumps(row) + "\n")
-    case.dataset.update(edits)
+    case.unprepared = [] if edits is not None else ["talk"]
+    case.dataset.update(edits or {})
     assert case.rows("roles")["roles"].verdict == verdict
 
 

@@ -145,6 +145,11 @@ def get_early_evaluation(wildcards, threads):
     return json.dumps(PLAN.early_evaluation())
 
 
+def get_unprepared(wildcards, threads):
+    """As above: a draft made elsewhere asks for no other check."""
+    return json.dumps(PLAN.unprepared(wildcards.target))
+
+
 def get_early_prompts(wildcards):
     """The files of the evaluation's prompt sets, but for those that a stage makes which waits for the preflight."""
     return [

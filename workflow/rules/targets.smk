@@ -93,10 +93,12 @@ rule preflight_target:
         vocab_sizes=get_vocab_sizes,
         layer_ids=get_layer_ids,
         evaluation=get_early_evaluation,
+        unprepared=get_unprepared,
     shell:
         "preflight_target.py --recipe {input.recipe} --target {input.target} --store {params.store:q}"
         " --max-samples {params.max_samples} --vocab-sizes {params.vocab_sizes:q}"
-        " --layer-ids {params.layer_ids:q} --evaluation {params.evaluation:q} --gpus {resources.gpu} --output {output.findings} --log {log}"
+        " --layer-ids {params.layer_ids:q} --evaluation {params.evaluation:q} --unprepared {params.unprepared:q}"
+        " --gpus {resources.gpu} --output {output.findings} --log {log}"
 
 
 rule tabulate_compatibility:

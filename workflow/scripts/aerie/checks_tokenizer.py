@@ -99,7 +99,7 @@ def chat_template(subject: Subject) -> Finding:
     for dataset in subject.settings["datasets"]:
         renderer = _renderer(subject, dataset)
         # What the target says itself, or nobody learns, needs no rendering that shows it.
-        generated = _is_regenerated(dataset) or not dataset["prepared"]
+        generated = _is_regenerated(dataset) or dataset["name"] in subject.unprepared
         try:
             rows = renderer.render(Conversation("preflight", 1, turns, generated=generated))[0]
         except Unusable:
@@ -272,7 +272,7 @@ def _rendered_differently(datasets: list[dict[str, Any]]) -> list[dict[str, Any]
 def _roles_in_data(subject: Subject, dataset: dict[str, Any]) -> set[str]:
     """The roles of what the template has to render; of a dataset that is regenerated, those that its prompts have."""
     found: set[str] = set()
-    for conversation in _first_conversations(subject, dataset) if dataset["prepared"] else ():
+    for conversation in () if dataset["name"] in subject.unprepared else _first_conversations(subject, dataset):
         if _is_regenerated(dataset):
             turns = prompt_of(conversation).turns
             found |= {message["role"] for turn in turns for message in turn}

@@ -318,6 +318,11 @@ class Plan:
         """Whether the run trains on its dataset, or takes prompts from it."""
         return self.trains(run) or bool(self.config["evaluation"]["validation_prompts"])
 
+    def unprepared(self, target: str) -> list[str]:
+        """A target's datasets of which no sample is made: their runs' drafts are evaluated only."""
+        runs = [run for run in self.runs.values() if run.target == target]
+        return sorted({run.dataset for run in runs} - {run.dataset for run in runs if self.needs_dataset(run)})
+
     def prompts(self, run: Run) -> dict[str, str]:
         """The prompt sets of a run's evaluation: {name: file, or the folder of the run's dataset}."""
         found = dict(self.config["evaluation"]["prompts"])
@@ -409,8 +414,7 @@ class Plan:
     def _preflight(self, name: str) -> dict[str, Any]:
         target = self.config["targets"][name]
         runs = [run for run in self.runs.values() if run.target == name]
-        prepared = {run.dataset for run in runs if self.needs_dataset(run)}
-        datasets = {run.dataset: self._sources(run.dataset) | {"prepared": run.dataset in prepared} for run in runs}
+        datasets = {run.dataset: self._sources(run.dataset) for run in runs}
         captures = {
             self.capture(run) + run.dataset: {
                 "dataset": datasets[run.dataset],

@@ -38,7 +38,7 @@ class Row(NamedTuple):
 class Subject:
     """What is examined. settings, runtime: of the recipe; granted: GPUs that Snakemake granted; store: the object store;
     vocab_sizes, layer_ids: {file, line and key: vocab_size or aux_layer_ids} of the drafts; evaluation: prompts (files by name),
-    max_prompts and max_new_tokens, empty where nothing is to be evaluated."""
+    max_prompts and max_new_tokens, empty where nothing is to be evaluated; unprepared: datasets of which no sample is made."""
 
     target: Target
     settings: dict[str, Any]
@@ -48,6 +48,7 @@ class Subject:
     vocab_sizes: Mapping[str, int] = field(default_factory=dict)
     layer_ids: Mapping[str, list[int] | None] = field(default_factory=dict)
     evaluation: Mapping[str, Any] = field(default_factory=dict)
+    unprepared: Sequence[str] = ()
 
     @cached_property
     def raw(self) -> dict[str, Any]:
