@@ -5,7 +5,7 @@ import itertools
 import pytest
 from transformers import AutoTokenizer
 
-from aerie.chat import Renderer, Unusable, render
+from aerie.chat import Renderer, Unusable
 from aerie.conversations import Conversation, read_row
 from tiny_targets import make_tiny_llama
 
@@ -18,6 +18,14 @@ def tokenizer(tmp_path_factory):
 def conversation(*turns, cut=False):
     messages = [{"role": role, "content": content} for role, content in turns]
     return Conversation("test", 1, messages, "", cut, generated=cut)
+
+
+def render(talk, tokenizer, end_tokens):
+    """The rows of a conversation; none where no turn can be told apart."""
+    try:
+        return Renderer(tokenizer, end_tokens).render(talk)[0]
+    except Unusable:
+        return []
 
 
 def supervised(tokenizer, rendered):

@@ -156,6 +156,22 @@ def test_a_pilot_takes_the_preflight_of_all_samples(tmp_path):
     assert plan(tmp_path, max_samples=10).recipes[step] == plan(tmp_path).recipes[step]
 
 
+def test_the_preflight_knows_how_each_dataset_is_rendered(tmp_path):
+    datasets = {"d": {"sources": ["x.jsonl"], "template_options": {"enable_thinking": False}, "system_prompt": "Be kind."}}
+    [found] = settings(plan(tmp_path, datasets=datasets), "preflight_target", "t")["datasets"]
+    assert (found["template_options"], found["system_prompt"]) == ({"enable_thinking": False}, "Be kind.")
+    assert found["max_new_tokens"] is None and plan(tmp_path).unprepared("t") == []
+    elsewhere = {"rows": "run\ttarget\tdataset\tdraft\na\tt\td\tbig\n", "drafts": {"big": {"path": "theirs"}}}
+    assert plan(tmp_path, **elsewhere).unprepared("t") == ["d"]
+    assert plan(tmp_path, **elsewhere, evaluation={"prompts": {"some": "p"}, "validation_prompts": True}).unprepared("t") == []
+
+
+def test_the_evaluation_asks_as_the_dataset_does(tmp_path):
+    datasets = {"d": {"sources": ["x.jsonl"], "template_options": {"enable_thinking": False}, "system_prompt": "Be kind."}}
+    found = settings(plan(tmp_path, datasets=datasets), "evaluate_draft", "a")
+    assert (found["template_options"], found["system_prompt"]) == ({"enable_thinking": False}, "Be kind.")
+
+
 def test_a_recipe_changes_with_its_own_settings_only(tmp_path):
     before = plan(tmp_path).recipes
     after = plan(tmp_path, drafts={"big": {"vocab_size": 64000, "training": {"learning_rate": 0.5}}, "small": {"aux_layer_ids": [1, 5, 9]}})
@@ -487,6 +503,11 @@ evaluation:
             "regenerate: found true; expected its keys ({} for their defaults), or null",
         ),
         ("runs: runs.tsv", "", "mine.yaml: runs: missing; expected the path of the table of runs"),
+        (
+            "    sources:",
+            "    template_options: {enable_thinking: false, tokenize: true}\n    sources:",
+            "mine.yaml:6: datasets.d.template_options.tokenize: not a name for this; expected an argument of the target's chat template other",
+        ),
         ("  t: {", "  a/b: {", "mine.yaml:3: targets.a/b: not a name for this; expected letters, digits, "),
     ],
 )

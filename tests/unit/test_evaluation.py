@@ -15,11 +15,12 @@ import pytest
 import torch
 
 import evaluate_draft
+import real_files
 import tiny_targets
-from aerie import drafts, evaluation
+from aerie import drafts, evaluation, generation
 from aerie.chat import Renderer
 from aerie.errors import AerieError
-from aerie.evaluation import EngineRun, EvaluationPrompt, Pass, PassResult, planned_passes
+from aerie.evaluation import EngineRun, EvaluationPrompt, Pass, PassResult, Room, planned_passes
 from aerie.generation import ServedAnswer, SpeculationCounters, read_counters, with_cut
 from aerie.keys import digest_of, file_sha256
 from aerie.samples import Sample, write_samples
@@ -43,8 +44,8 @@ SAID = [20, 106]  # what the target likes to say
 VOCABULARY = [3, 20, *range(100, 200), 267]  # the draft's
 
 
-def answer(ids, accepted=(), first=0.5, rest=0.1):
-    return ServedAnswer(list(ids), "stop", first, rest, list(accepted))
+def answer(ids, accepted=(), first=0.5, rest=0.1, steps=None):
+    return ServedAnswer(list(ids), "stop", first, rest, list(accepted), steps)
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------------
@@ -57,13 +58,17 @@ def test_acceptance_by_hand():
     found = evaluation.acceptance(counts)
     assert found["acceptance_length"] == 2.5
     assert found["accepted_per_position"] == [0.75, 0.5, 0.25]
-    # Of two prompts with 3 and 2 tokens a step, a quarter of the resamples takes the one twice, a quarter the other.
-    assert found["confidence"]["acceptance_length"] == [2.0, 3.0]
+    # Of ten, half with 3 and half with 2 tokens a step, the resamples' mean is 2 and a tenth of a number that is binomial:
+    # it is 1 or less in 1.1 % of them, 2 or less in 5.5 %, and so on the other side.
+    assert evaluation.acceptance(np.tile(counts, (5, 1)))["confidence"]["acceptance_length"] == [2.2, 2.8]
 
 
 def test_steps_without_a_proposal_count():
     # n-gram: 9 tokens, the first from the prompt; one step proposed 3 and had 2 accepted, five proposed nothing.
-    assert evaluation.step_counts([answer(range(9), [2])], 3).tolist() == [[6, 1, 1, 0]]
+    assert evaluation.step_counts([answer(range(9), [2], steps=6)], 3).tolist() == [[6, 1, 1, 0]]
+    # 8 tokens, the first from the prompt; five steps proposed nothing, the last had 3 accepted, of which the answer has room for one.
+    cut = evaluation.step_counts([answer(range(8), [3], steps=6)], 3)
+    assert cut.tolist() == [[6, 1, 1, 1]] and evaluation.acceptance(cut)["acceptance_length"] == 1.5
     # A draft whose last tokens lie behind the end of the answer.
     assert evaluation.step_counts([answer(range(3), [3])], 3).tolist() == [[1, 1, 1, 1]]
 
@@ -77,8 +82,13 @@ def test_confidence_is_that_of_a_mean():
     assert found["confidence"]["accepted_per_position"][0] == pytest.approx([share - error, share + error], abs=0.006)
 
 
-def test_one_prompt_has_no_confidence():
-    assert evaluation.acceptance(np.array([[4, 2]]))["confidence"] is None
+@pytest.mark.parametrize(
+    ("steps", "confident"), [([4], False), ([4] * 2, False), ([4] * 9, False), ([4] * 9 + [0], False), ([4] * 10, True)]
+)
+def test_few_prompts_have_no_confidence(steps, confident):
+    """An answer without a step says nothing."""
+    found = evaluation.acceptance(np.array([[count, count // 2] for count in steps]))
+    assert found["acceptance_length"] == 1.5 and (found["confidence"] is not None) is confident
 
 
 def test_fewer_draft_tokens_by_hand():
@@ -173,7 +183,32 @@ def test_more_prompts_contain_fewer():
 def test_first_turns_keep_the_system_prompt_only():
     messages = [{"role": role, "content": role} for role in ("system", "user", "assistant", "user")]
     row = json.dumps({"messages": messages, "category": "math"})
-    assert evaluation.first_turns([RawRow("p", 1, row)], None) == [(1, "math", messages[:2])]
+    assert evaluation.first_turns([RawRow("p", 1, row)], None) == [("p", 1, "math", messages[:2], None)]
+
+
+def test_prompts_are_what_is_served(tmp_path):
+    """With the tools of their rows and the dataset's system prompt, as the template itself renders them."""
+    qwen = real_files.tokenizer("qwen3")
+    tools = [{"type": "function", "function": {"name": "look", "description": "d", "parameters": {"type": "object", "properties": {}}}}]
+    asked, own = {"role": "user", "content": "Where?"}, {"role": "system", "content": "Be brief."}
+    file = tmp_path / "p.jsonl"
+    rows = [{"prompt": "Where?"}, {"messages": [asked], "tools": tools}, {"messages": [own, asked], "functions": [tools[0]["function"]]}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"role": "system", "content": "Be kind."}
+    for prompt, before in ((None, []), ("Be kind.", [given])):
+        found = evaluation.read_prompts(file, Renderer(qwen, []), None, Room(10_000, 10), prompt)
+        expected = [
+            qwen.apply_chat_template(messages, tools=offered, add_generation_prompt=True, tokenize=False)
+            for messages, offered in (([*before, asked], None), ([*before, asked], tools), ([own, asked], tools))
+        ]
+        assert [qwen.decode(one.token_ids) for one in found] == expected
+        assert [one.text for one in found] == ["Where?"] * 3
+
+
+def test_prompts_that_differ_in_their_tools_alone_are_chosen_each_by_its_own_hash():
+    tools = [{"type": "function", "function": {"name": f"look{n}"}} for n in range(8)]
+    rows = [RawRow("p", n, {"prompt": "Where?", "tools": [tool]}) for n, tool in enumerate(tools)]
+    assert [turn.line for turn in evaluation.first_turns(rows, 4)] != [0, 1, 2, 3]
 
 
 def test_an_unusable_prompt_is_an_error():
@@ -191,9 +226,29 @@ def test_validation_prompts_end_where_the_answer_begins(tmp_path):
         Sample([*asked, 80, 81, 3], [0] * (len(asked) + 2) + [1], "a", "train"),
     ]
     write_samples(made, tmp_path / "samples")
-    found = evaluation.read_prompts(tmp_path, None, tokenizer, None)
-    assert sorted(prompt.token_ids for prompt in found) == sorted([asked, [*asked, 70, 3]])
-    assert len(evaluation.read_prompts(tmp_path, None, tokenizer, 1)) == 1
+    room = Room(len(asked) + 12, 10)  # just enough
+    found, left_out = evaluation.validation_prompts(tmp_path, tokenizer, None, room)
+    assert sorted(prompt.token_ids for prompt in found) == sorted([asked, [*asked, 70, 3]]) and left_out == 0
+    assert len(evaluation.validation_prompts(tmp_path, tokenizer, 1, room)[0]) == 1
+    # One that leaves no room is left out before so many are chosen.
+    found, left_out = evaluation.validation_prompts(tmp_path, tokenizer, 1, Room(len(asked) + 11, 10))
+    assert [prompt.token_ids for prompt in found] == [asked] and left_out == 1
+    with pytest.raises(AerieError, match=r"of 2 different prompts in the validation split none leaves room for 10 new tokens"):
+        evaluation.validation_prompts(tmp_path, tokenizer, 1, Room(len(asked) + 9, 10))
+
+
+def test_left_out_prompts_are_told_and_other_sets_are_not_shortened(tmp_path, capfd):
+    tokenizer = tiny_targets.make_tiny_tokenizer()
+    renderer = Renderer(tokenizer, [])
+    made = [Sample([*range(5, 5 + length), 50, 3], [0] * length + [1, 1], "a", "validation") for length in (20, 40, 60)]
+    write_samples(made, tmp_path / "validation/samples")
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "Why?"}\n')
+    paths = {"mine": tmp_path / "mine.jsonl", "validation": tmp_path / "validation"}
+    sets, left_out = evaluate_draft.read_sets(paths, renderer, {"max_prompts": None}, Room(50, 10))
+    assert [len(prompt.token_ids) for prompt in sets["validation"]] == [20, 40] and left_out == {"validation": 1}
+    assert "1 prompts of the set validation are left out: with 10 new tokens they exceed the target's 50" in capfd.readouterr().err
+    with pytest.raises(AerieError, match=r"mine.jsonl:1: a prompt of \d+ tokens and 45 new ones exceed the target's 50"):
+        evaluate_draft.read_sets(paths, renderer, {"max_prompts": None}, Room(50, 45))
 
 
 # --- the stage's files ------------------------------------------------------------------------------------------------
@@ -226,7 +281,7 @@ def handmade():
 
 def test_summary_by_hand(tmp_path):
     sets, runs, settings, tokenizer = handmade()
-    evaluate_draft.write_results(sets, runs, settings, tokenizer, tmp_path)
+    evaluate_draft.write_results(sets, {}, runs, settings, tokenizer, tmp_path)
     found = json.loads((tmp_path / "acceptance.json").read_text())
     # 6 drafts accepted 2, 1, 1, 0, 0 and 0 tokens; 2 + 6 + 4 = 12 tokens.
     assert (found["drafts"], found["accepted_tokens"], found["acceptance_length"]) == (6, 4, 1.666667)
@@ -252,9 +307,9 @@ def test_summary_by_hand(tmp_path):
 
 def test_golden(tmp_path):
     """The same answers give the same files for ever, or VERSION is raised (then record the new digest with it)."""
-    recorded = {5: "e561d2d927d342b0258e655952d795ac8d1cf92d05a06c63541ddd05e4a12035"}
+    recorded = {5: "259f0b8349e42b3d5583e81980bc35f12191089336d07fd672569115c8a5c713"}
     sets, runs, settings, tokenizer = handmade()
-    evaluate_draft.write_results(sets, runs, settings, tokenizer, tmp_path)
+    evaluate_draft.write_results(sets, {}, runs, settings, tokenizer, tmp_path)
     table = pq.read_table(tmp_path / "per_prompt.parquet")
     content = (tmp_path / "acceptance.json").read_text() + str(table.schema) + json.dumps(table.to_pylist())
     assert hashlib.sha256(content.encode()).hexdigest() == recorded[evaluate_draft.VERSION]
@@ -266,12 +321,38 @@ def test_an_engine_run_survives_its_file():
         assert EngineRun.from_json(run.to_json()) == run
 
 
+@pytest.mark.parametrize(("speed_up", "marked"), [(2.5, False), (2.501, True)])
+def test_a_ratio_that_cannot_be_is_marked_where_it_is_told(speed_up, marked):
+    """2.5 tokens a step make it 2.5 times as fast at most."""
+    figures = {"acceptance_length": 2.5, "accepted_per_position": [], "speed_up": speed_up, "prompts": 1}
+    figures |= {"tokens_per_second": {"draft": 2.0, "baseline": 1.0}, "identical_outputs": {"same": 1}}
+    said = evaluate_draft.told(figures)
+    assert ("(x 2.50 (!))" in said[0]) is marked and len(said) == 1 + marked
+    assert not marked or "cannot be" in said[1]
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="expects vLLM's CPU build")
+def test_other_threads_are_another_speed():
+    """What was timed on one thread is not compared with what is timed on two."""
+    recipe = Recipe("evaluate_draft", 1, SETTINGS, ENGINE)
+    target, before = Target("t", "d", {"path": "nowhere"}, False), torch.get_num_threads()
+    keys = {}
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            keys[threads] = evaluate_draft.engine_key("baseline", recipe, target, "p")
+            assert generation.device_name(1).startswith(("1 thread on ", "2 threads on ")[threads - 1])
+    finally:
+        torch.set_num_threads(before)
+    assert keys[1] != keys[2]
+
+
 def test_answers_too_short_to_speculate_are_an_error(tmp_path):
     sets, runs, settings, tokenizer = handmade()
     short = PassResult([answer([5]), answer([6])], 1.0, SpeculationCounters(0, 0, 0, (0, 0)))
     runs["draft"].passes[Pass("one", 0, 4)] = short
     with pytest.raises(AerieError, match="no draft"):
-        evaluate_draft.write_results(sets, runs, settings, tokenizer, tmp_path)
+        evaluate_draft.write_results(sets, {}, runs, settings, tokenizer, tmp_path)
 
 
 def test_a_folder_that_is_no_draft_is_refused_before_anything_is_loaded(tmp_path):
@@ -452,6 +533,18 @@ def test_figures_are_vllms_own(served):
     assert 20 + found["drafts"] + found["accepted_tokens"] == produced + found["tokens_past_the_end"]
 
 
+def test_steps_without_a_draft_are_counted(served):
+    """Tokens after the first are one a step and what it accepted, but for what the end of the answer cut off the last draft."""
+    runs = [EngineRun.from_json(path.read_text()) for path in (served.folder / "store/baselines").glob("*.json")]
+    [ngram] = [run for run in runs if run.engine == "ngram"]
+    answers = [one for found in ngram.passes.values() for one in found.answers]
+    cut = [(one.steps or 0) + sum(one.accepted) - (len(one.token_ids) - 1) for one in answers]
+    assert all(0 <= more <= (one.accepted[-1] if one.accepted else 0) for more, one in zip(cut, answers, strict=True))
+    assert sum(cut) > 0 and sum(one.steps or 0 for one in answers) > sum(len(one.accepted) for one in answers)  # else nothing was tested
+    [baseline] = [run for run in runs if run.engine == "baseline"]
+    assert {one.steps for found in baseline.passes.values() for one in found.answers} == {None}
+
+
 def test_in_float32_speculation_changes_no_token(served):
     found, answers = served.acceptance("first"), served.rows("first")
     assert found["identical_outputs"] == {"same": 20, "different": 0} and found["differences"] == []
@@ -545,7 +638,7 @@ if __name__ == "__main__":
         for output in llm.step():
             came.setdefault(output.request_id, []).append(list(output.outputs[0].token_ids))
     print("CAME", json.dumps([came[str(number)] for number in range(len(prompts["ids"]))]))
-    engine._counts_steps = True  # as with a vLLM that does not count by request
+    engine._counts_accepted = True  # as with a vLLM that does not count by request
     made = generation._finished
     generation._finished = lambda output, number: setattr(one := made(output, number), "spec_decode_metrics", None) or one
     for batch_size in (4, 1):

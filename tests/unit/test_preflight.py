@@ -14,16 +14,26 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import preflight_target
-from aerie import checks_engine, preflight, provenance
+from aerie import checks_engine, checks_tokenizer, preflight, provenance
+from aerie.chat import Renderer
+from aerie.conversations import read_row
 from aerie.errors import AerieError
 from aerie.preflight import Subject, examine
 from aerie.targets import Target, fingerprint
 from checkout import ROOT, SCRIPTS
 from families import CONFIGS, make_family
-from real_files import archive
-from tiny_targets import HIDDEN_SIZE, VOCAB_SIZE, make_tiny_deepseek_v3, make_tiny_llama
+from real_files import archive, tokenizer
+from tiny_targets import HIDDEN_SIZE, VOCAB_SIZE, make_tiny_deepseek_v3, make_tiny_llama, make_tiny_tokenizer
 
-DATASET = {"name": "talk", "sources": ["talk.jsonl"], "max_length": 256, "max_samples": None, "max_new_tokens": None}
+DATASET = {
+    "name": "talk",
+    "sources": ["talk.jsonl"],
+    "max_length": 256,
+    "max_samples": None,
+    "max_new_tokens": None,
+    "system_prompt": None,
+    "template_options": {},
+}
 
 
 class Case:
@@ -48,6 +58,10 @@ class Case:
         }
         self.vocab_sizes = {"mine.yaml:7: drafts.small.vocab_size": 258}
         self.layer_ids = {"mine.yaml:8: drafts.small.aux_layer_ids": [2, 4, 9], "mine.yaml:9: drafts.deep.aux_layer_ids": None}
+        prompts = folder.parent / "prompts.jsonl"
+        prompts.write_text('{"prompt": "Why?"}\n{"prompt": "And how?"}\n')
+        self.unprepared: list[str] = []
+        self.evaluation: dict[str, Any] = {"prompts": {"asked": str(prompts)}, "max_prompts": None, "max_new_tokens": 16}
         self.runtime: dict[str, Any] = {"device": device, "gpus": gpus, "tensor_parallel": max(1, gpus), "engine_options": {}}
 
     def talk(self, roles):
@@ -77,7 +91,8 @@ class Case:
 
     def subject(self):
         target = Target("t", "d", {"path": str(self.folder)}, self.trusted)
-        return Subject(target, self.settings, self.runtime, self.granted, self.folder.parent / "store", self.vocab_sizes, self.layer_ids)
+        store, told = self.folder.parent / "store", (self.vocab_sizes, self.layer_ids, self.evaluation, self.unprepared)
+        return Subject(target, self.settings, self.runtime, self.granted, store, *told)
 
     def rows(self, *names):
         """Findings of the checks so named, of all but the twin by default."""
@@ -421,6 +436,219 @@ def test_code_that_is_asked_for_and_not_there_is_named(tmp_path):
     assert "AutoModelForCausalLM in the auto_map of config.json asks for modeling_odd.py" in said().found
     case.edit(auto_map={"AutoConfig": "other/repository--configuration_odd.OddConfig"})
     assert case.rows("code_files")["code files"].verdict == "ok"
+
+
+# As DeepSeek-R1's and QwQ's: every answer opens with a thought, and no option turns it off.
+ALWAYS_THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'].split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+# As Qwen3's: an option opens the answer with an empty thought, which the template does not show afterwards.
+OPENS_EMPTY = ALWAYS_THINKING.replace("<think>\n{% endif %}", "{% if not thinks %}<think>\n\n</think>\n\n{% endif %}{% endif %}")
+
+
+@pytest.mark.parametrize(
+    ("text", "edits", "verdict"),
+    [
+        (ALWAYS_THINKING, {}, "failed"),
+        (ALWAYS_THINKING, {"max_new_tokens": 128}, "ok"),  # the target says it itself
+        (ALWAYS_THINKING, None, "ok"),  # of a run whose draft was made elsewhere
+        (OPENS_EMPTY, {}, "failed"),
+        (OPENS_EMPTY, {"template_options": {"thinks": True}}, "ok"),
+    ],
+)
+def test_a_thought_that_the_template_opens(tmp_path, text, edits, verdict):
+    """An answer of the data is not the continuation of a prompt that ends in <think>; what the target says is."""
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    case.edit_tokenizer(template(text))
+    case.unprepared = [] if edits is not None else ["talk"]
+    case.dataset.update(edits or {})
+    found = case.rows("chat_template")["chat template"]
+    assert found.verdict == verdict, found
+    if verdict == "failed":
+        assert "dataset talk: " in found.found and "`regenerate: {}`" in found.remedy
+
+
+def test_only_the_dataset_that_is_not_regenerated_is_refused(tmp_path):
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    case.edit_tokenizer(template(ALWAYS_THINKING))
+    case.dataset["max_new_tokens"] = 128
+    case.settings["datasets"].append(DATASET | {"name": "own", "sources": []})
+    assert case.rows("chat_template")["chat template"].found.startswith("dataset own: ")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "q", "response": "<think>\nhm\n</think>\na"},  # the template shows it where the answer is the last
+        {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]},
+    ],
+)
+def test_data_that_begins_as_the_template_opens_is_not_refused(tmp_path, row):
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    case.edit_tokenizer(template(ALWAYS_THINKING.replace("m['content'].split('</think>')[-1]", "m['content']")))
+    assert case.rows("chat_template")["chat template"].verdict == "failed"
+    case.data.write_text(json.dumps(row) + "\n")
+    assert case.rows("chat_template")["chat template"].verdict == "ok"
+
+
+OPTIONS = (
+    "{% generation %}{% endgeneration %}{% for m in messages %}{% if loop.first and m.role == 'system' %}{{ tone }}{% continue %}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{% if keep_thoughts %}{{ m.reasoning_content }}{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% for t in tools or [] %}{{ tool_style }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"enable_thinking": False}, ""),  # shows in the generation prompt alone
+        ({"keep_thoughts": True, "tone": "kind", "tool_style": "brief"}, ""),  # in thoughts, a system message, tools
+        ({"enable_thinkng": False}, "enable_thinkng: false of dataset talk (the template does not read it; did you mean enable_thinking?)"),
+        (
+            {"enable_thinking": False, "verbosity": "high"},
+            'verbosity: "high" of dataset talk (the template does not read it; the template takes enable_thinking, keep_thoughts, tone, tool_style)',
+        ),
+        ({"enable_thinking": "false"}, 'enable_thinking: "false" of dataset talk (the template reads it, but renders the same without it)'),
+    ],
+)
+def test_an_option_that_does_nothing_is_warned_of(tmp_path, options, words):
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    case.edit_tokenizer(template(OPTIONS))
+    case.dataset["template_options"] = options
+    found = case.rows("template_options")["template options"]
+    assert found.verdict == ("warning" if words else "ok"), found
+    assert words in found.found and found.found.count("of dataset") == (1 if words else len(options))
+
+
+def test_what_a_template_takes():
+    """Llama 3.1 sets what it is not given; Qwen3 has names of its own that only one branch sets; DeepSeek-V3 takes nothing."""
+    llama = (
+        "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}{{ bos_token }}{{ date_string }}{{ messages }}"
+    )
+    assert checks_tokenizer._variables(llama) == ["date_string"]
+    assert checks_tokenizer._variables(tokenizer("qwen3").chat_template) == ["enable_thinking"]
+    assert checks_tokenizer._variables(tokenizer("deepseek_v3").chat_template) == []
+
+
+def tokens_of(prompt: str, opened: str = "") -> int:
+    """Tokens of a prompt as the tiny target's template writes it, by hand."""
+    text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{opened}"
+    return len(make_tiny_tokenizer()(text, add_special_tokens=False)["input_ids"])
+
+
+LONG = {"prompt": "y" * 500}  # the target has 512 positions
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1]}, ":3: found token ids, expected messages or a prompt as text"),
+        (
+            {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]},
+            ":3: the target's chat template refuses the",
+        ),
+        (LONG, f":3: a prompt of {tokens_of('y' * 500)} tokens and 16 new ones exceed the target's 512"),
+        ({"messages": []}, ":3: no messages"),
+        ("{", ":3: not valid JSON"),
+    ],
+)
+def test_a_prompt_that_cannot_be_asked_is_told_with_its_place(tmp_path, row, words):
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    case.edit_tokenizer(template(NO_SYSTEM))
+    prompts = Path(case.evaluation["prompts"]["asked"])
+    found = case.rows("evaluation_prompts")["evaluation prompts"]
+    assert (found.verdict, found.found) == ("ok", f"asked: 2, the longest of {tokens_of('And how?')} tokens")
+    prompts.write_text(prompts.read_text() + (row if isinstance(row, str) else json.dumps(row)) + "\n")
+    found = case.rows("evaluation_prompts")["evaluation prompts"]
+    assert found.verdict == "failed" and f"{prompts}{words}" in found.found, found
+    assert "take" in found.found and "out" in found.found
+
+
+def test_prompts_are_looked_at_as_the_evaluation_takes_them(tmp_path):
+    """So many as it asks, and each as the dataset of its run is rendered."""
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    case.edit_tokenizer(template(OPENS_EMPTY))
+    plain, opened = tokens_of("And how?"), tokens_of("And how?", "<think>\n\n</think>\n\n")
+    assert plain < opened
+    for options, longest in (({"thinks": True}, plain), ({}, opened)):
+        case.dataset["template_options"] = options
+        assert case.rows("evaluation_prompts")["evaluation prompts"].found == f"asked: 2, the longest of {longest} tokens"
+    case.settings["datasets"].append(DATASET | {"template_options": {"thinks": True}})
+    assert f"the longest of {opened} tokens" in case.rows("evaluation_prompts")["evaluation prompts"].found
+    case.settings["datasets"].append(DATASET | {"system_prompt": "y" * 200})
+    found = case.rows("evaluation_prompts")["evaluation prompts"]
+    assert found.verdict == "ok" and int(found.found.split()[-2]) > opened + 200
+    case.evaluation["max_prompts"] = 1
+    assert case.rows("evaluation_prompts")["evaluation prompts"].found.startswith("asked: 1,")
+    case.evaluation["prompts"] = {"later": str(tmp_path / "none.jsonl")}
+    assert case.rows("evaluation_prompts")["evaluation prompts"].found == "later is not there yet"
+
+
+# As Mistral's: every call and result has an id of nine characters, and who speaks alternates.
+MISTRAL = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}[INST]{{ m['content'] }}[/INST]"
+    "{% elif m['tool_calls'] is defined %}{% for c in m['tool_calls'] %}{% if c.id is not defined or c.id | length != 9 %}"
+    "{{ raise_exception('ids have nine characters') }}{% endif %}[TOOL_CALLS]{{ c.function | tojson }}{{ c.id }}{% endfor %}<|im_end|>"
+    "{% elif m['role'] == 'assistant' %}{{ m['content'] }}<|im_end|>"
+    "{% elif m['role'] == 'tool' %}{% if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}"
+    "{{ raise_exception('ids have nine characters') }}{% endif %}[TOOL_RESULTS]{{ m['content'] }}[/TOOL_RESULTS]"
+    "{% else %}{{ raise_exception('no ' + m['role']) }}{% endif %}{% endfor %}"
+)
+TOOLS = {
+    "messages": [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {"at": "x"}}}]},
+        {"role": "tool", "content": "seen"},
+        {"role": "assistant", "content": "a"},
+    ]
+}
+
+
+def test_tool_data_that_the_preparation_takes_is_taken(tmp_path):
+    """Rows have no ids; the preparation gives them some."""
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    case.edit_tokenizer(template(MISTRAL))
+    case.data.write_text(json.dumps(TOOLS) + "\n")
+    found = case.rows("roles")["roles"]
+    assert (found.verdict, found.found) == ("ok", "user, assistant, tool call, tool: each is rendered")
+    own = case.subject().tokenizer
+    assert Renderer(own, [own.eos_token_id]).render(read_row(TOOLS, "f", 1))[0]  # as the preparation does
+
+
+def test_calls_that_the_template_does_not_show_are_warned_of(tmp_path):
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    case.data.write_text(json.dumps(TOOLS) + "\n")
+    found = case.rows("roles")["roles"]
+    assert found.verdict == "warning" and "dataset talk: tool call" in found.found
+
+
+@pytest.mark.parametrize(
+    ("row", "edits", "verdict"),
+    [
+        (TOOLS, {"max_new_tokens": 16}, "ok"),  # asked is what stands before the first tool's message
+        (TOOLS, {}, "warning"),  # nor does it show calls
+        (TOOLS, None, "ok"),  # no sample is made
+        ({"prompt": "q", "response": "a"}, {"max_new_tokens": 16}, "ok"),
+        ({"prompt": "q", "response": "a"}, {"max_new_tokens": 16, "system_prompt": "s"}, "failed"),
+        ({"prompt": "q", "response": "a"}, {"system_prompt": "s"}, "failed"),
+        ({"turns": ["q", "r"]}, {"max_new_tokens": 16}, "failed"),  # the second is asked behind the first answer
+    ],
+)
+def test_roles_are_those_that_are_used(tmp_path, row, edits, verdict):
+    """A template that takes one message of a user alone, or one with an answer."""
+    case = Case(make_tiny_llama(tmp_path / "target"))
+    alone = "{{ raise_exception('one question') }}"
+    case.edit_tokenizer(
+        template(
+            f"{{% if messages | length > 2 or messages[0].role != 'user' %}}{alone}{{% endif %}}{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}"
+        )
+    )
+    case.data.write_text(json.dumps(row) + "\n")
+    case.unprepared = [] if edits is not None else ["talk"]
+    case.dataset.update(edits or {})
+    assert case.rows("roles")["roles"].verdict == verdict
 
 
 def test_a_dropped_role_is_warned_of(tmp_path):

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from aerie import report
+from aerie import report, status
 from aerie.plots import plots
 from aerie.run_results import MISSING, RunResults, collect
 
@@ -227,7 +227,9 @@ def test_accepted_tokens_are_marked(results):
 
 
 def test_slower_is_said_plainly(results):
-    text = report.summary_text(collected(results))
+    first_run, second_run = collected(results)
+    second_run.acceptance["acceptance"][2]["acceptance_length"] = second_run.acceptance["acceptance_length"] = 2.11
+    text = report.summary_text([first_run, second_run])
     slower = "first: serving with the draft was SLOWER than without, 170 against 332 tokens/s at 16 requests at once on 2 cores (x 0.51)"
     assert slower in text
     assert "By requests at once: 1: x 0.51, 16: x 0.51." in text
@@ -236,7 +238,18 @@ def test_slower_is_said_plainly(results):
     assert all(name in header and name in legend for name in ("coverage", "simulated", "accept. length", "95 %", "by position"))
     assert re.split("  +", header)[:4] == ["run", "accept. length", "95 %", "speed-up"]  # what a phone shows without scrolling
     assert set(rule) == {"-", " "}
-    assert first.index("1.447") == second.index("1.447") == header.index("accept. length")
+    assert first.index("1.447") == second.index("2.110") == header.index("accept. length")
+
+
+def test_too_few_prompts_for_an_interval_are_told(results):
+    first, second = collected(results)
+    for found in (second.acceptance, *second.acceptance["acceptance"], *second.acceptance["by_category"]):
+        found["confidence"] = None
+    assert [row[2] for row in report.summary_rows([first, second])] == ["1.401–1.492", "< 10 prompts"]
+    [detail] = [table for table in report.tables([first, second]) if table.name == "acceptance-table"]
+    assert {(row[0], row[6]) for row in detail.rows} == {("first", "1.401–1.492"), ("second", "< 10 prompts")}
+    assert "fewer are too few for one" in report.summary_text([first, second])
+    assert "&lt; 10 prompts" in report.page([first, second])
 
 
 def test_a_speed_up_above_the_acceptance_length_is_doubted(results):
@@ -246,6 +259,16 @@ def test_a_speed_up_above_the_acceptance_length_is_doubted(results):
     assert "second (with the draft, 1 at once): x 2.10; second (with the draft, 16 at once): x 2.10." in doubt
     assert "first" not in doubt and "`baselines`" in doubt
     assert [row[3] for row in report.summary_rows([first, second])] == ["0.51", "2.10 (!)"]
+    # Nor is it told as what was measured, in the summary, the page or the status.
+    [_, said] = report.verdicts([first, second])
+    assert said == (
+        "second: how fast serving with the draft is, was not measured: 697 against 332 tokens/s at 16 requests at once on 2 cores "
+        "(x 2.10 (!)) cannot be. By requests at once: 1: x 2.10 (!), 16: x 2.10 (!)."
+    )
+    assert "times as fast" not in report.page([first, second])
+    for speed_up, shown in ((1.447, "x 1.45"), (2.1, "x 2.10 (!)")):
+        told = status._KEY_FIGURES["evaluate_draft"]({"acceptance_length": 1.447, "speed_up": speed_up})
+        assert told == f"acceptance length 1.45, {shown}"
     assert doubt in report.summary_text([first, second]) and doubt in Page(report.page([first, second])).text
     second.acceptance["acceptance"][2]["acceptance_length"] = second.acceptance["acceptance_length"] = 2.11
     assert report.doubts([first, second]) == [] and "(!)" not in report.page([first, second])

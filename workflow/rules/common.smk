@@ -141,6 +141,25 @@ def get_layer_ids(wildcards, threads):
     return told_with_place("aux_layer_ids", PLAN.layer_ids(wildcards.target))
 
 
+def get_early_evaluation(wildcards, threads):
+    """As above: another evaluation changes no other check, and looks at its prompts itself."""
+    return json.dumps(PLAN.early_evaluation())
+
+
+def get_unprepared(wildcards, threads):
+    """As above: a draft made elsewhere asks for no other check."""
+    return json.dumps(PLAN.unprepared(wildcards.target))
+
+
+def get_early_prompts(wildcards):
+    """The files of the evaluation's prompt sets, but for those that a stage makes which waits for the preflight."""
+    return [
+        path
+        for path in PLAN.early_evaluation()["prompts"].values()
+        if not PLAN.is_made_late(path)
+    ]
+
+
 def force_narrow_preflight(wildcards):
     """No input. A target that was examined for fewer samples than are asked for now is examined again: they may not fit the disk."""
     findings = f"results/preflight/{wildcards.target}.json"

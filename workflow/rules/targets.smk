@@ -67,6 +67,7 @@ rule preflight_target:
         recipe=get_recipe("preflight_target", "{target}"),
         target="results/targets/{target}/fingerprint.json",
         sources=ancient(get_target_sources),  # their size and roles; the stages that use them look at every row
+        prompts=ancient(get_early_prompts),  # so that downloads are there to be looked at
     output:
         findings="results/preflight/{target}.json",
         table=report(
@@ -91,10 +92,13 @@ rule preflight_target:
         max_samples=lambda wildcards, threads: json.dumps(config["max_samples"]),
         vocab_sizes=get_vocab_sizes,
         layer_ids=get_layer_ids,
+        evaluation=get_early_evaluation,
+        unprepared=get_unprepared,
     shell:
         "preflight_target.py --recipe {input.recipe} --target {input.target} --store {params.store:q}"
         " --max-samples {params.max_samples} --vocab-sizes {params.vocab_sizes:q}"
-        " --layer-ids {params.layer_ids:q} --gpus {resources.gpu} --output {output.findings} --log {log}"
+        " --layer-ids {params.layer_ids:q} --evaluation {params.evaluation:q} --unprepared {params.unprepared:q}"
+        " --gpus {resources.gpu} --output {output.findings} --log {log}"
 
 
 rule tabulate_compatibility:

@@ -16,14 +16,15 @@ from aerie.provenance import versions
 from aerie.stage import Recipe, write_atomically
 from aerie.targets import Target
 
-VERSION = 7
+VERSION = 8
 
 
 def main(args: argparse.Namespace) -> None:
     recipe, target = Recipe.read(args.recipe), Target.read(args.target)
     engine, why = choose_engine(target, recipe.settings["engine"])
     settings = limited(recipe.settings, args.max_samples) | {"engine": engine}
-    subject = Subject(target, settings, recipe.runtime, args.gpus, args.store, args.vocab_sizes, args.layer_ids)
+    told = (args.vocab_sizes, args.layer_ids, args.evaluation, args.unprepared)
+    subject = Subject(target, settings, recipe.runtime, args.gpus, args.store, *told)
     rows = [Row("engine", "ok", f"{engine}: {why}", "")]
     # One GPU for the twin, and that before anything looks for GPUs: CUDA keeps to those that it found.
     with lease(int(subject.needs_gpus and has_driver() and args.gpus > 0), args.gpus):
@@ -52,6 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-samples", type=json.loads, help="at most so many samples of each dataset, or null")
     parser.add_argument("--vocab-sizes", type=json.loads, default={}, help="{where a draft's vocab_size is set: what it is}")
     parser.add_argument("--layer-ids", type=json.loads, default={}, help="{where a draft's aux_layer_ids are set: what they are}")
+    parser.add_argument("--evaluation", type=json.loads, default={}, help="{prompts: {name: file}, max_prompts: …, max_new_tokens: …}")
+    parser.add_argument("--unprepared", type=json.loads, default=[], help="names of datasets of which no sample is made")
     return parser
 
 

@@ -49,14 +49,6 @@ class Unusable(Exception):
     """Why a conversation gives no row, as "reason: detail"."""
 
 
-def render(conversation: Conversation, tokenizer: "PreTrainedTokenizerBase", end_tokens: Sequence[int]) -> list[Rendered]:
-    """The rows of a conversation; none where no turn can be told apart. Raises what the template raises."""
-    try:
-        return Renderer(tokenizer, end_tokens).render(conversation)[0]
-    except Unusable:
-        return []
-
-
 class Renderer:
     """Renders conversations with one tokenizer's chat template.
 
@@ -154,11 +146,15 @@ class Renderer:
             mask[begin:end] = [1] * (end - begin)
         return Rendered(ids, mask, len(found))
 
+    def text(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, ready: bool = False) -> str:
+        """The template's text of the messages; ready: with the generation prompt behind them. Special tokens in them are hidden."""
+        formed, tools = self._prepared(messages, tools, [])
+        [text] = self._texts([formed], tools, ready)
+        return text
+
     def prompt(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
         """Token ids of the messages, ready for an answer."""
-        ready, tools = self._prepared(messages, tools, [])
-        [text] = self._texts([ready], tools, True)
-        return self._encode(self._parts(text), [], {})[0]
+        return self._encode(self._parts(self.text(messages, tools, True)), [], {})[0]
 
     @cached_property
     def closing(self) -> str:

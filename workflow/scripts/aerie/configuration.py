@@ -337,12 +337,27 @@ class Plan:
         """Whether the run trains on its dataset, or takes prompts from it."""
         return self.trains(run) or bool(self.config["evaluation"]["validation_prompts"])
 
+    def unprepared(self, target: str) -> list[str]:
+        """A target's datasets of which no sample is made: their runs' drafts are evaluated only."""
+        runs = [run for run in self.runs.values() if run.target == target]
+        return sorted({run.dataset for run in runs} - {run.dataset for run in runs if self.needs_dataset(run)})
+
     def prompts(self, run: Run) -> dict[str, str]:
         """The prompt sets of a run's evaluation: {name: file, or the folder of the run's dataset}."""
         found = dict(self.config["evaluation"]["prompts"])
         if self.config["evaluation"]["validation_prompts"]:
             found["validation"] = f"results/datasets/{run.target}/{run.dataset}"
         return found
+
+    def early_evaluation(self) -> dict[str, Any]:
+        """What of the evaluation can be looked at before anything is trained: every prompt set but the runs' own."""
+        settings = self.config["evaluation"]
+        most = smallest(settings["max_prompts"], self.config["max_samples"])
+        return {"prompts": settings["prompts"], "max_prompts": most, "max_new_tokens": settings["max_new_tokens"]}
+
+    def is_made_late(self, path: str) -> bool:
+        """Whether a stage that waits for a preflight makes a file."""
+        return self._is_made(Path(path)) and _DOWNLOADS not in Path(path).parents
 
     def regenerates(self, dataset: str) -> bool:
         return bool(self.config["datasets"][dataset]["regenerate"])
@@ -454,7 +469,7 @@ class Plan:
         }
 
     def _sources(self, name: str) -> dict[str, Any]:
-        """What decides how much a dataset can hold."""
+        """What decides how much a dataset can hold, and how it is rendered."""
         dataset = self.config["datasets"][name]
         answers = dataset["regenerate"]["max_new_tokens"] if dataset["regenerate"] else None
         return {
@@ -463,6 +478,8 @@ class Plan:
             "max_length": dataset["max_length"],
             "max_samples": dataset["max_samples"],  # the overall one is told the command: fewer samples change no other check
             "max_new_tokens": answers,
+            "system_prompt": dataset["system_prompt"],
+            "template_options": dataset["template_options"],
         }
 
     def _limit(self, dataset: str) -> int | None:
@@ -529,7 +546,7 @@ class Plan:
         apart = ("prompts", "validation_prompts", "min_acceptance_length")
         settings = {name: value for name, value in self.config["evaluation"].items() if name not in apart}
         settings["max_prompts"] = smallest(settings["max_prompts"], self.config["max_samples"])
-        settings["template_options"] = self.config["datasets"][run.dataset]["template_options"]
+        settings |= {name: self.config["datasets"][run.dataset][name] for name in ("system_prompt", "template_options")}
         # Speeds are part of the result, and so is everything that they depend on.
         return settings | self._computation(run.target) | {"engine": self.engine(run.target)}
 

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .conversations import Message, conversation_of
+from .chat import Renderer
+from .conversations import Message, conversation_of, with_system
 from .errors import AerieError
 from .generation import ServedAnswer, SpeculationCounters
 from .keys import digest_of, file_sha256
+from .run_results import LEAST_PROMPTS
 from .sources import RawRow, Source, read_rows
 from .stage import read_manifest
 
@@ -33,9 +35,10 @@ NOTES = (
     "The figures at the top are those of the first prompt set, greedy, at the largest batch_size.",
     "acceptance_length is 1 + accepted tokens / steps; a step of the n-gram engine without a proposal counts as one that accepted nothing.",
     "accepted_per_position is unconditional: the share of all steps whose tokens up to and including this position were accepted.",
-    "confidence holds the bounds of 95 % by bootstrap over prompts; null where there are too few prompts.",
+    f"confidence holds the bounds of 95 % by bootstrap over prompts; null for fewer than {LEAST_PROMPTS} prompts.",
     "by_draft_tokens is estimated from this one run: with fewer draft tokens, steps begin at other places of the text.",
     "vLLM counts an accepted token even if the answer ended before it; tokens_past_the_end says how many these were.",
+    "prompts_left_out counts, by set, the prompts of the validation split that leave no room for an answer.",
     "tokens_per_second is generation only, prompts included, after a warm-up that is in no count.",
     "time_to_first_token_ms counts from the request, time_per_output_token_ms is a request's mean from its first token to its last.",
     _ROUNDING,
@@ -117,12 +120,25 @@ class EngineRun:
 # --- prompts ----------------------------------------------------------------------------------------------------------
 
 
-class Turn(NamedTuple):
-    """A row's messages up to its first user turn."""
+class Room(NamedTuple):
+    """Tokens that the target takes in all, and those of them that an answer is given."""
 
+    limit: int
+    max_new_tokens: int
+
+    def has(self, prompt: EvaluationPrompt) -> bool:
+        """Whether an answer to the prompt fits."""
+        return len(prompt.token_ids) + self.max_new_tokens <= self.limit
+
+
+class Turn(NamedTuple):
+    """A row's messages up to its first user turn, and the tools on offer."""
+
+    source: str
     line: int
     category: str
     messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
 
 
 def first_turns(rows: Iterable[RawRow], max_prompts: int | None) -> list[Turn]:
@@ -134,30 +150,50 @@ def first_turns(rows: Iterable[RawRow], max_prompts: int | None) -> list[Turn]:
     found = []
     for row in rows:
         conversation = conversation_of(row)
-        if conversation.problem:
-            raise AerieError(f"{row.source}:{row.line}: {conversation.problem}; every prompt must be usable")
+        problem = conversation.problem or ("found token ids, expected messages or a prompt as text" if conversation.tokens else "")
+        if problem:
+            raise AerieError(f"{row.source}:{row.line}: {problem}; every prompt must be usable. Mend the row, or take it out.")
         end = next(number for number, message in enumerate(conversation.messages) if message["role"] == "user")
         messages = [{"role": one["role"], "content": one["content"]} for one in conversation.messages[: end + 1]]
         data = json.loads(row.data) if isinstance(row.data, str) else row.data
-        found.append(Turn(row.line, str(data.get("category") or ""), messages))
-    chosen = sorted(found, key=lambda turn: digest_of(turn.messages))[:max_prompts]
+        found.append(Turn(row.source, row.line, str(data.get("category") or ""), messages, conversation.tools))
+    chosen = sorted(found, key=lambda turn: digest_of([turn.messages, turn.tools] if turn.tools else turn.messages))[:max_prompts]
     return sorted(chosen, key=lambda turn: turn.line)
 
 
-def read_prompts(path: Path, renderer: Any, tokenizer: Any, max_prompts: int | None) -> list[EvaluationPrompt]:
-    """The prompts of a file of conversations; of a dataset's folder, those of its validation split."""
-    if (path / "samples").is_dir():
-        found = validation_prompts(path, tokenizer, max_prompts)
-    else:
-        turns = first_turns(read_rows(Source(path=str(path))), max_prompts)
-        found = [EvaluationPrompt(one.line, one.messages[-1]["content"], one.category, renderer.prompt(one.messages)) for one in turns]
+def read_prompts(
+    path: Path, renderer: Renderer, max_prompts: int | None, room: Room, system_prompt: str | None = None
+) -> list[EvaluationPrompt]:
+    """The prompts of a file of conversations, system_prompt before those that have no system message, as the dataset has it.
+
+    AerieError, naming the place, for one that cannot be asked.
+    """
+    found = []
+    for turn in first_turns(read_rows(Source(path=str(path))), max_prompts):
+        place = f"{turn.source}:{turn.line}"
+        try:
+            ids = renderer.prompt(with_system(turn.messages, system_prompt), turn.tools)
+        except Exception as error:  # noqa: BLE001 - a template may raise anything
+            raise AerieError(
+                f"{place}: the target's chat template refuses the prompt: {type(error).__name__}: {error}. Mend the row, or take it out."
+            ) from None
+        prompt = EvaluationPrompt(turn.line, turn.messages[-1]["content"], turn.category, ids)
+        if not room.has(prompt):
+            raise AerieError(
+                f"{place}: a prompt of {len(ids)} tokens and {room.max_new_tokens} new ones exceed the target's {room.limit}. "
+                "Lower the evaluation's max_new_tokens, or take the row out."
+            )
+        found.append(prompt)
     if not found:
         raise AerieError(f"{path}: the evaluation has no prompts there; expected MT-Bench's question.jsonl or a file of conversations")
     return found
 
 
-def validation_prompts(dataset: Path, tokenizer: Any, max_prompts: int | None) -> list[EvaluationPrompt]:
-    """What stands before the first supervised token of each validation sample, each once; line is the sample's row."""
+def validation_prompts(dataset: Path, tokenizer: Any, max_prompts: int | None, room: Room) -> tuple[list[EvaluationPrompt], int]:
+    """What stands before the first supervised token of each validation sample, each once; line is the sample's row.
+
+    Those too long for an answer, which nobody can shorten, are left out; the second value counts them.
+    """
     from .samples import load_samples
 
     found: dict[tuple[int, ...], EvaluationPrompt] = {}
@@ -166,8 +202,14 @@ def validation_prompts(dataset: Path, tokenizer: Any, max_prompts: int | None) -
             ids = row["input_ids"][: row["loss_mask"].index(1)]
             if ids:
                 found.setdefault(tuple(ids), EvaluationPrompt(number, tokenizer.decode(ids), "", list(ids)))
-    chosen = sorted(found.values(), key=lambda prompt: digest_of(prompt.token_ids))[:max_prompts]
-    return sorted(chosen, key=lambda prompt: prompt.line)
+    fitting = [prompt for prompt in found.values() if room.has(prompt)]
+    if not fitting:
+        raise AerieError(
+            f"{dataset}: of {len(found)} different prompts in the validation split none leaves room for {room.max_new_tokens} new tokens in "
+            f"the target's {room.limit}. Lower the evaluation's max_new_tokens, or set validation_prompts: false."
+        )
+    chosen = sorted(fitting, key=lambda prompt: digest_of(prompt.token_ids))[:max_prompts]
+    return sorted(chosen, key=lambda prompt: prompt.line), len(found) - len(fitting)
 
 
 def prompts_digest(path: Path) -> str:
@@ -186,8 +228,9 @@ def step_counts(answers: Sequence[ServedAnswer], positions: int) -> np.ndarray:
     """int64 [prompts, 1 + positions]: the target's steps after each prompt's own, and those that accepted 1, 2, … tokens or more."""
     found = np.zeros((len(answers), 1 + positions), dtype=np.int64)
     for row, answer in zip(found, answers, strict=True):
-        # A step gives one token and what it accepts. Where no draft was proposed (n-gram), that shows in the answer alone.
-        row[0] = max(len(answer.accepted), len(answer.token_ids) - 1 - sum(answer.accepted))
+        # A step gives one token and what it accepts, the last one no more than the answer has room for.
+        least = max(len(answer.accepted), len(answer.token_ids) - 1 - sum(answer.accepted))
+        row[0] = least if answer.steps is None else answer.steps
         row[1:] = [sum(count >= position for count in answer.accepted) for position in range(1, positions + 1)]
     return found
 
@@ -195,8 +238,7 @@ def step_counts(answers: Sequence[ServedAnswer], positions: int) -> np.ndarray:
 def acceptance(counts: np.ndarray) -> dict[str, Any]:
     """acceptance_length and accepted_per_position (both as in NOTES) with their confidence, from `step_counts`."""
     found: dict[str, Any] = _figures(counts.sum(axis=0)) | {"confidence": None}
-    prompts = int((counts[:, 0] > 0).sum())
-    if prompts >= 2:
+    if int((counts[:, 0] > 0).sum()) >= LEAST_PROMPTS:
         drawn = np.random.default_rng(0).multinomial(len(counts), np.full(len(counts), 1 / len(counts)), size=_RESAMPLES) @ counts
         lengths, resampled = _shares(drawn[drawn[:, 0] > 0])
         found["confidence"] = {

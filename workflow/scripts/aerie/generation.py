@@ -60,6 +60,7 @@ class ServedAnswer:
 
     first_token_seconds: from the request to its first token; seconds_per_token: between the tokens after it, on average.
     accepted: tokens accepted of each verified draft, in order, counted as vLLM does: also where the answer ended before them.
+    steps: of the target after the prompt's own, counted where many have no draft; None elsewhere.
     """
 
     token_ids: list[int]
@@ -67,6 +68,7 @@ class ServedAnswer:
     first_token_seconds: float
     seconds_per_token: float
     accepted: list[int]
+    steps: int | None = None
 
 
 class Reseeding:
@@ -105,11 +107,12 @@ def _mend_cpu_sampling() -> None:
 class Engine:
     """A vLLM engine that answers prompts given as token ids."""
 
-    def __init__(self, llm: Any, end_tokens: Sequence[int], counts_steps: bool = False) -> None:
-        """counts_steps: what is accepted is counted in the answers as they come, since this vLLM does not say it by request."""
+    def __init__(self, llm: Any, end_tokens: Sequence[int], counts_accepted: bool = False, skips_drafts: bool = False) -> None:
+        """counts_accepted: what is accepted is counted in the answers as they come, since this vLLM does not say it by request.
+        skips_drafts: it has steps without a draft, of which vLLM says nothing: steps are counted as their tokens come."""
         self._llm = llm
         self._end_tokens = list(end_tokens)
-        self._counts_steps = counts_steps
+        self._counts_accepted, self._skips_drafts = counts_accepted, skips_drafts
         self._numbers = itertools.count()
 
     def converse(
@@ -169,14 +172,14 @@ class Engine:
             max_tokens=max_new_tokens,
             stop_token_ids=self._end_tokens,
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA if self._counts_steps else RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.DELTA if self._counts_accepted or self._skips_drafts else RequestOutputKind.FINAL_ONLY,
         )
         engine = self._llm.llm_engine
         waiting = iter(enumerate(prompts))
         in_flight: dict[str, int] = {}
-        came: dict[str, list[int]] = {}
+        came: dict[str, list[list[int]]] = {}  # the tokens of each step
         found: dict[int, ServedAnswer] = {}
-        counts = StepCounts() if self._counts_steps else None
+        counts = StepCounts() if self._counts_accepted else None
 
         def send(count: int) -> None:
             for number, ids in itertools.islice(waiting, count):
@@ -188,12 +191,13 @@ class Engine:
         while engine.has_unfinished_requests():
             outputs = engine.step()
             for output in outputs:
-                came.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
+                came.setdefault(output.request_id, []).append(list(output.outputs[0].token_ids))
             finished = [output for output in outputs if output.finished]
             accepted = counts.step(outputs) if counts else {}
             for output in finished:
                 number = in_flight.pop(output.request_id)
-                found[number] = _served(output, number, came.pop(output.request_id), accepted.get(output.request_id))
+                answer = _served(output, number, came.pop(output.request_id), accepted.get(output.request_id), self._skips_drafts)
+                found[number] = answer
             send(len(finished))
             if progress and finished:
                 progress.update(len(finished))
@@ -223,16 +227,18 @@ def _finished(output: Any, number: int) -> Any:
     return made
 
 
-def _served(output: Any, number: int, token_ids: list[int], accepted: list[int] | None) -> ServedAnswer:
-    """accepted: by draft, where vLLM does not count it by request."""
+def _served(output: Any, number: int, came: list[list[int]], accepted: list[int] | None, skips_drafts: bool) -> ServedAnswer:
+    """came: tokens by step; accepted: by draft, where vLLM does not count it by request."""
     made, times = _finished(output, number), output.metrics
     counted = getattr(made, "spec_decode_metrics", None)
+    token_ids = [token for step in came for token in step]
     return ServedAnswer(
         token_ids=token_ids,
         finish_reason=made.finish_reason,
         first_token_seconds=times.first_token_latency,
         seconds_per_token=(times.last_token_ts - times.first_token_ts) / max(1, len(token_ids) - 1),
         accepted=list(counted.per_step_accepted) if counted else accepted or [],
+        steps=max(0, sum(map(bool, came)) - 1) if skips_drafts else None,  # the first tokens come from the prompt alone
     )
 
 
@@ -339,14 +345,14 @@ def start(
         **options,
         **arguments,
     }
-    counts_steps = False
+    counts_accepted = skips_drafts = False
     if speculation:
         # The counters exist only with statistics on.
         arguments |= {"speculative_config": speculation, "disable_log_stats": False}
-        counts_steps = not _counts_by_request()
-        if not counts_steps:
+        counts_accepted, skips_drafts = not _counts_by_request(), speculation["method"] == "ngram"
+        if not counts_accepted:
             arguments["per_request_spec_decode_metrics"] = "detailed"
-    return Engine(nodes.load(arguments), end_tokens, counts_steps)
+    return Engine(nodes.load(arguments), end_tokens, counts_accepted, skips_drafts)
 
 
 def read_files(target: "Target", runtime: dict[str, Any], dtype: str) -> None:
@@ -385,7 +391,7 @@ def _counts_by_request() -> bool:
 
 
 def device_name(tensor_parallel: int) -> str:
-    """What speeds were measured on: "2 x NVIDIA H200", or the CPU's model and the cores this process may use."""
+    """What speeds were measured on: "2 x NVIDIA H200", or the CPU's model, the cores this process may use and its threads."""
     if device_type("auto") == "cuda":
         from vllm.platforms import current_platform
 
@@ -396,7 +402,11 @@ def device_name(tensor_parallel: int) -> str:
             model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), model)
     except OSError:
         pass
-    return f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores, {model}"
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = torch.get_num_threads()  # of the job, as Snakemake grants them
+    return f"{threads} thread{'s' * (threads > 1)} on {cores} cores, {model}"
 
 
 def length_limit(target: "Target", runtime: dict[str, Any]) -> int:

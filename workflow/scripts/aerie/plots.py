@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .run_results import RunResults, percent, shares, whole
+from .run_results import LEAST_PROMPTS, RunResults, percent, shares, whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,7 +95,8 @@ def _acceptance(runs: Sequence[RunResults]) -> Plot | None:
     said = [f"{one.run}: served {shares(one.acceptance.get('accepted_per_position'))}, simulated {shares(one.simulated)}" for one in drawn]
     alt = "Share of steps whose draft tokens were accepted up to each position, served and simulated. " + _sentences(said)
     caption = (
-        "Served: vLLM on the evaluation's first prompt set, with 95 % confidence. Simulated: by the trainer on held-out samples of the "
+        "Served: vLLM on the evaluation's first prompt set, with 95 % confidence where it has "
+        f"{LEAST_PROMPTS} prompts or more. Simulated: by the trainer on held-out samples of the "
         "dataset. Where both use like texts they should agree; a large gap means that serving and training disagree."
     )
     return _plot("acceptance", "Acceptance by position", caption, alt, draw, drawn)
@@ -146,7 +147,10 @@ def _categories(runs: Sequence[RunResults]) -> Plot | None:
             f"strongest {_category(rows[-1])} {rows[-1]['acceptance_length']:.2f}"
         )
     alt = "Acceptance length by category of the prompts. " + _sentences(said)
-    caption = "Bars are 95 % confidence by bootstrap over prompts. Train on more of what is at the left."
+    caption = (
+        f"Bars are 95 % confidence by bootstrap over prompts; fewer than {LEAST_PROMPTS} are too few for one. Train on more of what is at "
+        "the left."
+    )
     height = 1.4 + 0.32 * max(len(names), len(names) * len(drawn) / 2)
     return _plot("categories", "Acceptance by category", caption, alt, draw, drawn, height)
 

@@ -37,7 +37,8 @@ class Row(NamedTuple):
 @dataclass(frozen=True)
 class Subject:
     """What is examined. settings, runtime: of the recipe; granted: GPUs that Snakemake granted; store: the object store;
-    vocab_sizes, layer_ids: {file, line and key: vocab_size or aux_layer_ids} of the drafts."""
+    vocab_sizes, layer_ids: {file, line and key: vocab_size or aux_layer_ids} of the drafts; evaluation: prompts (files by name),
+    max_prompts and max_new_tokens, empty where nothing is to be evaluated; unprepared: datasets of which no sample is made."""
 
     target: Target
     settings: dict[str, Any]
@@ -46,6 +47,8 @@ class Subject:
     store: Path
     vocab_sizes: Mapping[str, int] = field(default_factory=dict)
     layer_ids: Mapping[str, list[int] | None] = field(default_factory=dict)
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
+    unprepared: Sequence[str] = ()
 
     @cached_property
     def raw(self) -> dict[str, Any]:
@@ -149,6 +152,8 @@ def checks() -> list[Check]:
         checks_draft.draft_vocabulary,
         checks_tokenizer.chat_template,
         checks_tokenizer.roles,
+        checks_tokenizer.template_options,
+        checks_tokenizer.evaluation_prompts,
         checks_engine.serving_files,
         checks_weights.weight_index,
         checks_weights.weight_files,

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from .pages import render
 from .plots import ENGINE_NAMES, Plot, plots
-from .run_results import MISSING, Manifest, RunResults, decimal, figures_of, percent, shares, whole
+from .run_results import LEAST_PROMPTS, MISSING, Manifest, RunResults, cannot_be, decimal, figures_of, percent, ratio, shares, whole
 
 _SHARED = ("regenerate_responses", "prepare_dataset", "extract_hidden_states")
 _ORDER = (*_SHARED, "map_vocabulary", "train_draft", "evaluate_draft")
@@ -37,7 +37,8 @@ SUMMARY_HEADER = (
 )
 
 SUMMARY_LEGEND = (
-    "accept. length, simulated: tokens a step of the target (1: the draft is no help), served, with its 95 % confidence, and in "
+    "accept. length, simulated: tokens a step of the target (1: the draft is no help), served, with its 95 % confidence "
+    f"(of {LEAST_PROMPTS} prompts or more: fewer are too few for one), and in "
     "training's validation; by position: share of steps that accepted the draft up to its 1st, 2nd, … token; coverage: share of the "
     "train split's supervised tokens that the draft's vocabulary has"
 )
@@ -65,7 +66,7 @@ def summary_rows(runs: Iterable[RunResults]) -> list[tuple[str, ...]]:
                 one.run,
                 decimal(one.acceptance.get("acceptance_length"), 3),
                 _bounds(one.acceptance),
-                _speed_up(one, "draft", one.acceptance.get("speed_up")),
+                ratio(one.acceptance.get("speed_up"), _allowed(one, "draft")),
                 whole(speeds.get("baseline")),
                 whole(speeds.get("draft")),
                 shares(one.acceptance.get("accepted_per_position")),
@@ -79,21 +80,18 @@ def summary_rows(runs: Iterable[RunResults]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _speed_up(one: RunResults, engine: str, speed_up: float | None) -> str:
-    """A speed-up, with a mark if it cannot be."""
-    return decimal(speed_up, 2) + (" (!)" if _is_impossible(one, engine, speed_up) else "")
-
-
-def _is_impossible(one: RunResults, engine: str, speed_up: float | None) -> bool:
-    """Whether a speed-up is above the engine's acceptance length: a step takes at least as long as one of a single token."""
+def _allowed(one: RunResults, engine: str) -> float | None:
+    """The acceptance length that an engine's speed-ups cannot be above."""
     greedy = [row for row in one.acceptance.get("acceptance") or [] if row["engine"] == engine and row["temperature"] == 0]
-    return bool(greedy) and speed_up is not None and speed_up > greedy[0]["acceptance_length"]
+    return greedy[0]["acceptance_length"] if greedy else None
 
 
 def _bounds(found: dict[str, Any]) -> str:
-    """The confidence of an acceptance length."""
+    """The confidence of an acceptance length, or why there is none."""
     bounds = (found.get("confidence") or {}).get("acceptance_length")
-    return "–".join(decimal(bound, 3) for bound in bounds) if bounds else MISSING
+    if bounds:
+        return "–".join(decimal(bound, 3) for bound in bounds)
+    return f"< {LEAST_PROMPTS} prompts" if "acceptance_length" in found else MISSING
 
 
 def summary_text(runs: Sequence[RunResults]) -> str:
@@ -109,7 +107,7 @@ def aligned(table: Sequence[Sequence[str]]) -> list[str]:
 
 
 def verdicts(runs: Iterable[RunResults]) -> list[str]:
-    """One sentence a run about what speculation did to the speed, said plainly where it lost."""
+    """One sentence a run about what speculation did to the speed, said plainly where it lost, and where that was not measured."""
     found = []
     for one in runs:
         speeds, speed_up = one.acceptance.get("tokens_per_second"), one.acceptance.get("speed_up")
@@ -119,13 +117,18 @@ def verdicts(runs: Iterable[RunResults]) -> list[str]:
             f"{whole(speeds['draft'])} against {whole(speeds['baseline'])} tokens/s at {one.acceptance.get('batch_size', '?')} requests "
             f"at once on {(one.acceptance.get('device') or {}).get('draft', 'an unnamed device')}"
         )
-        if speed_up < 1:
+        allowed = _allowed(one, "draft")
+        if cannot_be(speed_up, allowed):
+            text = f"{one.run}: how fast serving with the draft is, was not measured: {where} (x {ratio(speed_up, allowed)}) cannot be."
+        elif speed_up < 1:
             text = f"{one.run}: serving with the draft was SLOWER than without, {where} (x {speed_up:.2f})."
         else:
             text = f"{one.run}: serving with the draft was {speed_up:.2f} times as fast as without, {where}."
         others = [row for row in one.acceptance.get("speed") or [] if row["engine"] == "draft"]
         if len(others) > 1:
-            text += " By requests at once: " + ", ".join(f"{row['batch_size']}: x {row['speed_up']:.2f}" for row in others) + "."
+            text += (
+                " By requests at once: " + ", ".join(f"{row['batch_size']}: x {ratio(row['speed_up'], allowed)}" for row in others) + "."
+            )
         found.append(text)
     return found
 
@@ -136,7 +139,7 @@ def doubts(runs: Iterable[RunResults]) -> list[str]:
         f"{one.run} ({ENGINE_NAMES[row['engine']]}, {row['batch_size']} at once): x {row['speed_up']:.2f}"
         for one in runs
         for row in one.acceptance.get("speed") or []
-        if _is_impossible(one, row["engine"], row["speed_up"])
+        if cannot_be(row["speed_up"], _allowed(one, row["engine"]))
     ]
     if not marked:
         return []
@@ -190,7 +193,7 @@ def _speed(runs: Sequence[RunResults]) -> Table:
                     ENGINE_NAMES[row["engine"]],
                     whole(row["batch_size"]),
                     decimal(row["tokens_per_second"], 1),
-                    _speed_up(one, row["engine"], row["speed_up"]),
+                    ratio(row["speed_up"], _allowed(one, row["engine"])),
                     decimal(first["median"], 1),
                     decimal(first["p90"], 1),
                     decimal(rest["median"], 1),

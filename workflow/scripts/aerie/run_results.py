@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 MISSING = "–"
+# Of fewer prompts the bootstrap's bounds are too narrow by far: two that agree would leave no doubt.
+LEAST_PROMPTS = 10
 
 Manifest = dict[str, Any]
 
@@ -99,6 +101,16 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
 
 def figures_of(manifest: Manifest | None) -> dict[str, Any]:
     return (manifest or {}).get("figures") or {}
+
+
+def cannot_be(speed_up: float | None, acceptance_length: float | None) -> bool:
+    """Whether a speed-up is above the acceptance length: a step takes at least as long as one of a single token."""
+    return speed_up is not None and acceptance_length is not None and speed_up > acceptance_length
+
+
+def ratio(speed_up: float | None, acceptance_length: float | None) -> str:
+    """A speed-up, with a mark if it cannot be."""
+    return decimal(speed_up, 2) + (" (!)" if cannot_be(speed_up, acceptance_length) else "")
 
 
 def whole(value: Any) -> str:

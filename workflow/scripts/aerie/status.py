@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .configuration import FOLDERS, Plan, Run
+from .run_results import ratio
 from .sources import Source, sources_digest
 from .stage import last_recipe
 from .store import RecipeName, Use, check_layout, command_words, configurations_of, is_at_work, root_folder, size_text, uses_of
@@ -43,7 +44,9 @@ _KEY_FIGURES: dict[str, Callable[[Figures], str]] = {
     "extract_hidden_states": lambda found: f"{found['samples']:,} samples, {size_text(found['bytes'])}",
     "map_vocabulary": lambda found: f"{found['draft_vocab_size']:,} tokens, {found['coverage']:.1%}",
     "train_draft": lambda found: f"accuracy {_shares(found['validation']['accuracy'])}",
-    "evaluate_draft": lambda found: f"acceptance length {found['acceptance_length']:.2f}, x {found['speed_up']:.2f}",
+    "evaluate_draft": lambda found: (
+        f"acceptance length {found['acceptance_length']:.2f}, x {ratio(found['speed_up'], found['acceptance_length'])}"
+    ),
 }
 
 
