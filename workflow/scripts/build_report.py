@@ -13,7 +13,7 @@ from aerie import cli, report
 from aerie.run_results import collect
 from aerie.stage import Recipe, write_atomically
 
-VERSION = 4
+VERSION = 5
 
 
 def build_parser() -> argparse.ArgumentParser:
