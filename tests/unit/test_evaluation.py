@@ -535,12 +535,17 @@ def test_figures_are_vllms_own(served):
 
 def test_steps_without_a_draft_are_counted(served):
     """Tokens after the first are one a step and what it accepted, but for what the end of the answer cut off the last draft."""
+    from vllm.outputs import CompletionOutput
+
     runs = [EngineRun.from_json(path.read_text()) for path in (served.folder / "store/baselines").glob("*.json")]
     [ngram] = [run for run in runs if run.engine == "ngram"]
     answers = [one for found in ngram.passes.values() for one in found.answers]
     cut = [(one.steps or 0) + sum(one.accepted) - (len(one.token_ids) - 1) for one in answers]
     assert all(0 <= more <= (one.accepted[-1] if one.accepted else 0) for more, one in zip(cut, answers, strict=True))
-    assert sum(cut) > 0 and sum(one.steps or 0 for one in answers) > sum(len(one.accepted) for one in answers)  # else nothing was tested
+    assert sum(cut) > 0  # else nothing was tested
+    without = sum((one.steps or 0) - len(one.accepted) for one in answers)
+    # Releases that do not count by request name every step's accepted tokens, 0 where there was no draft.
+    assert without > 0 if "spec_decode_metrics" in CompletionOutput.__dataclass_fields__ else without == 0
     [baseline] = [run for run in runs if run.engine == "baseline"]
     assert {one.steps for found in baseline.passes.values() for one in found.answers} == {None}
 
