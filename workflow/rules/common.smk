@@ -267,13 +267,18 @@ def report_finished_runs():
     from aerie.run_results import collect
     from aerie.status import Status
 
-    status = Status(PLAN)
+    if not makes_report() or len(PLAN.runs) < 2:
+        return
+    try:
+        status = Status(PLAN)
+    except AerieError:  # a store that cannot be read has failed the run, and been told
+        return
     runs = [
         collect(Path("results"), *run)
         for run in PLAN.runs.values()
         if status.cell("evaluate_draft", run).digest
     ]
-    if makes_report() and 0 < len(runs) < len(PLAN.runs):
+    if 0 < len(runs) < len(PLAN.runs):
         write_atomically(UNFINISHED_REPORT, page(runs))
         print(
             f"{len(runs)} of {len(PLAN.runs)} runs are finished, see {UNFINISHED_REPORT}"
