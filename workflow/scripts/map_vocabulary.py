@@ -49,11 +49,11 @@ def main(args: argparse.Namespace) -> None:
             tokens = vocabulary.choose_tokens(counts, size, pinned, tokenizer.get_vocab().values())
             chosen = vocabulary.map_of(tokens, target.vocab_size)
         vocabulary.save_map(chosen, out)
-        if not sum(int(counts.sum()) for counts in by_source.values()):
+        figures = vocabulary.coverage(by_source, chosen, lambda token: tokenizer.decode([token]))
+        if not figures["supervised_tokens"]:
             raise AerieError(
                 f"{args.dataset}: the train split has no supervised token, so a draft could learn nothing from it; see its stats.json"
             )
-        figures = vocabulary.coverage(by_source, chosen, lambda token: tokenizer.decode([token]))
         vocabulary.write_coverage(figures, out)
         cli.say(
             f"map_vocabulary: {chosen.size:,} of {target.vocab_size:,} tokens cover {figures['coverage']:.2%} of "

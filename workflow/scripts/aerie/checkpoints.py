@@ -71,6 +71,10 @@ class Checkpoints:
         """
         for path in self._complete():
             try:
+                with zipfile.ZipFile(path) as file:
+                    damaged = file.testzip()  # torch.load looks at no checksum
+                if damaged:
+                    raise ValueError(f"the checksum of {damaged} is wrong")
                 return self._read(path)
             except (OSError, RuntimeError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
                 if isinstance(error, OSError) and not is_damage(error):
@@ -88,10 +92,6 @@ class Checkpoints:
         return self.folder / f"step-{step:08d}.pt"
 
     def _read(self, path: Path) -> dict[str, Any]:
-        with zipfile.ZipFile(path) as file:
-            damaged = file.testzip()  # torch.load looks at no checksum
-        if damaged:
-            raise ValueError(f"the checksum of {damaged} is wrong")
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         return state
 

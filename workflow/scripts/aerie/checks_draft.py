@@ -1,6 +1,5 @@
 """Checks of what the drafts and datasets ask of the target."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -67,8 +66,7 @@ def first_drafts(subject: Subject) -> Finding:
     target, said = subject.target, []
     for first in subject.settings["first_drafts"]:
         path, ids = first["path"], target.aux_layer_ids(first["aux_layer_ids"])
-        check_first_draft(Path(path), first["layers"], ids)
-        found = json.loads((Path(path) / "config.json").read_text())["transformer_layer_config"]
+        found = check_first_draft(Path(path), first["layers"], ids)["transformer_layer_config"]
         wanted = decoder_config(target.text_config, DraftShape(first["layers"], tuple(ids))).to_dict()
         differ = [f"{name} {found.get(name)}, not {wanted[name]}" for name in _SIZES if found.get(name) != wanted[name]]
         if differ:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from .errors import AerieError
 from .keys import digest_of, file_sha256
@@ -26,11 +27,11 @@ def files_digest(folder: Path, digest_of_file: Callable[[Path], str] = file_sha2
     return digest_of({path.name: digest_of_file(path) for path in draft_files(folder)})
 
 
-def check_first_draft(folder: Path, layers: int, aux_layer_ids: Sequence[int] | None) -> None:
-    """AerieError for a draft that one of so many layers cannot start from, as far as its config.json tells. None: the default ids."""
+def check_first_draft(folder: Path, layers: int, aux_layer_ids: Sequence[int] | None) -> dict[str, Any]:
+    """The config.json of a draft; AerieError where one of so many layers cannot start from it, as far as that tells. None: default ids."""
     config = folder / "config.json"
     try:
-        found = json.loads(config.read_text())
+        found: dict[str, Any] = json.loads(config.read_text())
         lacking = [name for name in _TRAINED_HERE if name not in found]
     except (OSError, ValueError) as error:
         raise AerieError(f"{config}: cannot be read ({error}); expected a draft as train_draft writes it.") from error
@@ -41,6 +42,7 @@ def check_first_draft(folder: Path, layers: int, aux_layer_ids: Sequence[int] | 
         raise AerieError(f"{config}: that draft has {own} layers, this one {layers}. Set layers: {own}.")
     if aux_layer_ids is not None and sorted(aux_layer_ids) != sorted(own_ids):
         raise AerieError(f"{config}: that draft reads layers {own_ids}, this one {list(aux_layer_ids)}. Set aux_layer_ids: {own_ids}.")
+    return found
 
 
 def check_kind(folder: Path) -> None:

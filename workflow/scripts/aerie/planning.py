@@ -70,11 +70,10 @@ class Forecast(NamedTuple):
 class Extraction:
     """The states of one capture of a dataset, and what the store lacks of them. rate: measured tokens/s, or None.
 
-    keys: of the samples that have states or will have them; failed: how many of the dataset are left out.
+    failed: keys of the dataset's samples that are left out.
     """
 
-    keys: list[str]
-    failed: int
+    failed: frozenset[str]
     samples: int
     tokens: int
     missing_samples: int
@@ -198,10 +197,11 @@ class Planner:
             manifest = self.manifest(step)
             return str(manifest["digest"]) if manifest else Until(stage)
         if stage == "extract_hidden_states":
-            job, extraction = self._job(step), self.extraction(step)
-            if not job or not extraction:
+            job, folder, extraction = self._job(step), self._dataset(step), self.extraction(step)
+            if not job or not folder or not extraction:
                 return self._unknown_input(step) or Until(stage)
-            return digest_of({"capture_key": job.capture_key, "sample_keys": extraction.keys})
+            keys = sorted(set(self._lengths(folder)["sample_key"]) - extraction.failed)
+            return digest_of({"capture_key": job.capture_key, "sample_keys": keys})
         key = self.key(step)
         if isinstance(key, Until):
             return key
@@ -298,13 +298,12 @@ class Planner:
         store = HiddenStateStore(self.store, job.capture_key)
         known = store.known()
         lacking = samples[~among(samples["sample_key"], set(known["sample_key"].to_list()))]
-        failed = job.given_up(store, lacking["sample_key"], len(samples))
-        keys = sorted(set(samples["sample_key"]) - set(failed))
+        failed = frozenset(job.given_up(store, lacking["sample_key"], len(samples)))
         missing = lacking[~among(lacking["sample_key"], failed)]
         seconds = float(known["seconds"].sum())
         rate = int(known["tokens"].sum()) / seconds if seconds else self._rate(step)
         tokens = int(missing["tokens"].sum())
-        return Extraction(keys, len(failed), len(samples), int(samples["tokens"].sum()), len(missing), tokens, tokens * job.row_bytes, rate)
+        return Extraction(failed, len(samples), int(samples["tokens"].sum()), len(missing), tokens, tokens * job.row_bytes, rate)
 
     def _job(self, step: Step) -> Job | None:
         run = self._runs[step]
@@ -450,7 +449,7 @@ class Planner:
                 if extraction.missing_samples
                 else "the store has all their states"
             )
-            without = f"; {extraction.failed:,} failed and are left out" if extraction.failed else ""
+            without = f"; {len(extraction.failed):,} failed and are left out" if extraction.failed else ""
             yield f"  {extraction.samples:,} samples, {extraction.tokens:,} tokens; {lacks}{without}"
             if extraction.missing_samples and step not in self.jobs:
                 yield "  their states are gone from the store; `snakemake --forcerun find_missing_states` extracts them again"

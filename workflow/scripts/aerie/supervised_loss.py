@@ -73,12 +73,14 @@ def _judge(logits: torch.Tensor, probabilities: torch.Tensor, negentropy: torch.
 
 def _distribution(logits: torch.Tensor, soft_cap: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(probabilities, sum of p log p, best token) of a block of rows, float32 and int64."""
-    values = logits.float()
-    if soft_cap is not None:
-        values = soft_cap * (values / soft_cap).tanh()
-    logs = values.log_softmax(-1)
+    logs = capped(logits.float(), soft_cap).log_softmax(-1)
     probabilities = logs.exp()
     return probabilities, _dot(probabilities, logs.clamp(min=torch.finfo(logs.dtype).min)), logs.argmax(-1)
+
+
+def capped(logits: torch.Tensor, soft_cap: float | None) -> torch.Tensor:
+    """A target's logits after its cap, if it has one, see draft_model.logit_scale."""
+    return logits if soft_cap is None else soft_cap * (logits / soft_cap).tanh()
 
 
 def _dot(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

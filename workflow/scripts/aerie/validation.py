@@ -20,7 +20,7 @@ from . import cli
 from .draft_model import logit_scale, norm_gain, sliding_window
 from .errors import AerieError
 from .ranks import Ranks
-from .supervised_loss import supervised_loss
+from .supervised_loss import capped, supervised_loss
 from .training_data import PackLoader
 
 if TYPE_CHECKING:
@@ -59,9 +59,7 @@ class TargetHead:
     def log_probabilities(self, last_states: torch.Tensor) -> torch.Tensor:
         """Of each token at each position, float32 [rows, vocabulary] on the CPU; last_states [rows, hidden] before the norm."""
         logits = self.scale * (self._normed(last_states.float(), self.norm) @ self.lm_head.float().T)
-        if self.soft_cap is not None:
-            logits = self.soft_cap * (logits / self.soft_cap).tanh()
-        return logits.log_softmax(-1)
+        return capped(logits, self.soft_cap).log_softmax(-1)
 
     def _normed(self, states: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
         return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.eps) * gain
