@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -121,6 +122,31 @@ def test_the_end_of_one_nodes_workers_ends_all(slurm, targets, tmp_path, at):  #
         time.sleep(0.2)
     with place.store.locked(range(256)):  # nobody is left who writes
         assert 0 < len(states_in(place.store)) < 2000
+
+
+def passes_over(**arguments):
+    """As vLLM's probing of Triton and of platforms does with all that is raised in it."""
+    with suppress(Exception):
+        time.sleep(60)
+    time.sleep(60)
+
+
+def makes_another_of(**arguments):
+    """As pydantic does in vLLM's configuration."""
+    try:
+        time.sleep(60)
+    except Exception as error:
+        raise ValueError("another") from error
+
+
+@pytest.mark.parametrize("loading", [passes_over, makes_another_of])
+def test_the_end_of_a_step_is_told_whatever_vllm_makes_of_it(slurm, monkeypatch, loading):
+    slurm.write("srun", "sleep 1; exit 5")
+    monkeypatch.setattr("vllm.LLM", loading)
+    began = time.monotonic()
+    with pytest.raises(ChildProcessError, match="job step on node 1 ended with exit code 5"):
+        nodes.load({"model": "none", "tensor_parallel_size": 2, "nnodes": 2})
+    assert time.monotonic() < began + 50
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from .errors import (
     describe_exit,
     die_with_parent,
     log_tail,
-    logged_tracebacks,
+    logged_errors,
 )
 
 _terminal: TextIO | None = None
@@ -122,7 +122,7 @@ def _watch_over_child(command: str, log: Path | None) -> None:
     signal.signal(signal.SIGTERM, lambda signum, frame: os.kill(child, signum))
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code < 0:
-        _say_why(f"{command} {describe_exit(code)}", [str(found) for found in logged_tracebacks(log)] if log else [], log, tail=True)
+        _say_why(f"{command} {describe_exit(code)}", logged_errors(log), log, tail=True)
         code = 128 - code
     os._exit(code)
 
@@ -135,7 +135,7 @@ def _report(error: BaseException, command: str, log: Path | None) -> None:
     sys.stdout.flush()
     # A user's mistake needs no more than its message; for the rest, also what others said before they died.
     plain = isinstance(error, AerieError | Terminated | KeyboardInterrupt) and not (isinstance(error, ProcessFailed) or error.__cause__)
-    others = [] if plain else [*map(str, logged_tracebacks(log) if log else []), *dead_children()]
+    others = [] if plain else [*logged_errors(log), *dead_children()]
     _say_why(f"{command} failed: {describe(error)}", others, log, tail=not plain)
     if log:
         traceback.print_exception(error)

@@ -141,7 +141,7 @@ def run(llm: "LLM", samples: SampleSet, outcome: Outcome) -> None:
                 llm.enqueue([{"prompt_token_ids": samples.ids_of(position).tolist()}], params, use_tqdm=False)
                 in_flight += int(samples.tokens[position])
                 position += 1
-            done = sum(len(output.prompt_token_ids or ()) for output in engine.step() if output.finished)
+            done = sum(len(output.prompt_token_ids or ()) for output in nodes.step(llm) if output.finished)
             in_flight -= done
             progress.update(done, written=len(outcome.written))
             if time.monotonic() - reported < _ACCOUNT_SECONDS:

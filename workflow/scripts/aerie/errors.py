@@ -10,7 +10,7 @@ import subprocess
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _LOG_BYTES = 400_000  # of a log's end that are searched for tracebacks
@@ -18,6 +18,7 @@ _LOG_LINES = 15
 _LINE_WIDTH = 240
 # "(Worker_TP1 pid=7) ERROR 11-29 20:04:12 [multiproc_executor.py:1063] " before each line of what vLLM logs.
 _PREFIX = re.compile(r"^(?:\((?P<process>[^()]*pid=\d+)\) ?)?(?:(?P<level>[A-Z]+) \d\d-\d\d [\d:]+ \[[^\]]+\] ?)?")
+_OF_SLURM = ("srun: error:", "slurmstepd: error:")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$')
 
 
@@ -31,17 +32,6 @@ class ProcessFailed(AerieError):
 
 class Terminated(BaseException):
     """The job was told to end (SIGTERM). No `except Exception` takes it for a fault of the row or the layer at hand."""
-
-
-class Logged(NamedTuple):
-    """A traceback found in a log. process: as vLLM names it ("" for the job's own); error: type and message."""
-
-    process: str
-    error: str
-    place: str
-
-    def __str__(self) -> str:
-        return f"{self.error}\n  raised in {self.place}" + (f" ({self.process})" if self.process else "")
 
 
 def shown(value: Any, longest: int) -> str:
@@ -116,19 +106,22 @@ def log_tail(log: Path) -> list[str]:
     return [f"  | {line[:_LINE_WIDTH]}" for line in _end_of(log).splitlines()[-_LOG_LINES:]]
 
 
-def logged_tracebacks(log: Path) -> list[Logged]:
-    """Every different traceback in the end of a log, in order: the cause comes before its consequences."""
+def logged_errors(log: Path | None) -> list[str]:
+    """What Slurm's programs reported in the end of a log, and every different traceback there, in order: the cause comes
+    before its consequences."""
     lines: dict[str, list[str]] = {}
-    for line in _end_of(log).splitlines():
+    for line in _end_of(log).splitlines() if log else ():
         prefix = _PREFIX.match(line)
         assert prefix is not None  # every part of it may be missing
         if prefix["level"] in ("DEBUG", "INFO", "WARNING"):  # what it met and went on from
             continue
         lines.setdefault(prefix["process"] or "", []).append(line[prefix.end() :])
-    return list(dict.fromkeys(found for process, said in lines.items() for found in _tracebacks(process, said)))
+    slurm = [line for said in lines.values() for line in said if line.startswith(_OF_SLURM)]
+    return list(dict.fromkeys([*slurm, *(found for process, said in lines.items() for found in _tracebacks(process, said))]))
 
 
-def _tracebacks(process: str, lines: Iterable[str]) -> Iterable[Logged]:
+def _tracebacks(process: str, lines: Iterable[str]) -> Iterable[str]:
+    """process: as vLLM names it, "" for the job's own."""
     place: str | None = None  # None: not within a traceback
     for line in lines:
         if line.startswith("Traceback (most recent call last):"):
@@ -139,7 +132,8 @@ def _tracebacks(process: str, lines: Iterable[str]) -> Iterable[Logged]:
                 place = f"{frame['file']}:{frame['line']}, {frame['function']}"
             elif line and not line.startswith(" "):
                 error, _, message = line.partition(":")
-                yield Logged(process, f"{error}: {message.strip() or '(no message)'}", place or "unknown")
+                raised = f"{error}: {message.strip() or '(no message)'}\n  raised in {place or 'unknown'}"
+                yield f"{raised} ({process})" if process else raised
                 place = None
 
 

@@ -140,7 +140,7 @@ class Engine:
                 [request] = self._llm.enqueue([{"prompt_token_ids": list(ids)}], sampling, use_tqdm=False)
                 numbers[request.partition("-")[0]] = number  # what vLLM adds to a request's name is not in its output
             asked = {}
-            for output in engine.step():
+            for output in nodes.step(self._llm):
                 if output.finished:
                     number = numbers.pop(output.request_id)
                     following = reply(number, _answer_of(output, number))
@@ -189,7 +189,7 @@ class Engine:
 
         send(batch_size)
         while engine.has_unfinished_requests():
-            outputs = engine.step()
+            outputs = nodes.step(self._llm)
             for output in outputs:
                 came.setdefault(output.request_id, []).append(list(output.outputs[0].token_ids))
             finished = [output for output in outputs if output.finished]

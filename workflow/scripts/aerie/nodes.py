@@ -12,7 +12,9 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +24,13 @@ from .errors import AerieError, describe_exit
 from .vllm_options import device_type, prepare_process
 
 if TYPE_CHECKING:
-    from vllm import LLM
+    from vllm import LLM, PoolingRequestOutput, RequestOutput
 
 _SCRIPTS = Path(__file__).resolve().parents[1]
 _OF_ONE_HOST = ("CUDA_VISIBLE_DEVICES", "VLLM_HOST_IP")
 _SECONDS_TO_END = 60
+_SECONDS_TO_RAISE_AGAIN = 1
+_SECONDS_TO_FOLLOW = 10  # within which a node's step ends after its workers
 
 
 def load(arguments: dict[str, Any]) -> "LLM":
@@ -46,12 +50,23 @@ def load(arguments: dict[str, Any]) -> "LLM":
     arguments = arguments | {"master_addr": get_ip(), "master_port": get_open_port()}
     others = _OtherNodes(arguments)
     try:
-        llm = LLM(**arguments)
+        with others.named():
+            llm = LLM(**arguments)
+            others.loaded = True
+            if others.failure:
+                raise others.failure
     except BaseException:
         others.end()
         raise
     llm.other_nodes = others
     return llm
+
+
+def step(llm: "LLM") -> "list[RequestOutput | PoolingRequestOutput]":
+    """A step of an engine that `load` gave; where it fails with the workers of another node, that is what is raised."""
+    others: _OtherNodes | None = getattr(llm, "other_nodes", None)
+    with others.named() if others else nullcontext():
+        return llm.llm_engine.step()
 
 
 def shut_down(llm: "LLM") -> None:
@@ -84,7 +99,9 @@ class _OtherNodes:
     """The job steps in which an engine's other nodes have their workers."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
+        self.loaded = False
         self.ending = False  # once true, a step may end
+        self.failure: ChildProcessError | None = None  # that one ended before
         signal.signal(signal.SIGUSR1, self._fail)
         self._steps: list[subprocess.Popen[str]] = []
         nodes = int(arguments["nnodes"])
@@ -116,20 +133,38 @@ class _OtherNodes:
             except subprocess.TimeoutExpired:
                 step.kill()
 
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """A failure in it is the end of a step where there is one, whatever vLLM made of that or its workers met first."""
+        try:
+            yield
+        except AerieError:
+            raise
+        except Exception as error:
+            if self.failure is None:
+                time.sleep(_SECONDS_TO_FOLLOW)  # which _fail interrupts
+            if self.failure in (None, error):
+                raise
+            raise self.failure from error
+
     def _watch(self, step: "subprocess.Popen[str]") -> None:
         step.wait()
-        if not self.ending:
+        while not self.ending:
             # Wherever the main thread waits for the workers, this interrupts it.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            if self.loaded:
+                break
+            # While vLLM loads, it catches what is raised in its probing of packages and devices, and goes on.
+            time.sleep(_SECONDS_TO_RAISE_AGAIN)
 
     def _fail(self, signum: int, frame: object) -> None:
-        if self.ending:
+        if self.ending or (self.loaded and self.failure):
             return
-        self.ending = True
         for worker in multiprocessing.active_children():  # so that vLLM knows that its executor is broken
             worker.kill()
         ended = [f"on node {node} {describe_exit(step.returncode)}" for node, step in enumerate(self._steps, 1) if step.poll() is not None]
-        raise ChildProcessError(f"the engine's job step {', '.join(ended)}; what it said is in the log")
+        self.failure = self.failure or ChildProcessError(f"the engine's job step {', '.join(ended)}; what it said is in the log")
+        raise self.failure
 
 
 def _work() -> None:
