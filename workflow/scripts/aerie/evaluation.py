@@ -173,10 +173,10 @@ def read_prompts(
         place = f"{turn.source}:{turn.line}"
         try:
             ids = renderer.prompt(with_system(turn.messages, system_prompt), turn.tools)
-        except Exception as error:  # noqa: BLE001 - a template may raise anything
+        except Exception as error:  # a template may raise anything
             raise AerieError(
                 f"{place}: the target's chat template refuses the prompt: {type(error).__name__}: {error}. Mend the row, or take it out."
-            ) from None
+            ) from error
         prompt = EvaluationPrompt(turn.line, turn.messages[-1]["content"], turn.category, ids)
         if not room.has(prompt):
             raise AerieError(

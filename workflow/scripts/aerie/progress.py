@@ -15,7 +15,8 @@ from . import cli
 class Progress:
     """Prints "what: done/total unit, rate, time left" to the terminal and the log, at most every `every` seconds.
 
-    Work found finished from an earlier attempt is given as `start`; it counts as done but not towards the rate.
+    Work found finished from an earlier attempt is given as `start`; it counts as done but not towards the rate. Nor, for the
+    time left, does the first update: its time is also that of compiling, and of filling the engine.
     """
 
     def __init__(self, what: str, total: int, unit: str, start: int = 0, every: float = 10.0) -> None:
@@ -23,11 +24,13 @@ class Progress:
         self.count = self.first = start
         self.started = time.monotonic()
         self.printed = self.started
+        self.steady: tuple[int, float] | None = None  # count and time at the first update
 
     def update(self, amount: int, **extra: Any) -> None:
         """Adds `amount` units; `extra` values (loss=…, written=…) are shown behind."""
         self.count += amount
         now = time.monotonic()
+        self.steady = self.steady or (self.count, now)
         if now - self.printed >= self.every:
             self.printed = now
             self._print(now, extra)
@@ -40,8 +43,9 @@ class Progress:
         seconds = max(now - self.started, 1e-9)
         rate = (self.count - self.first) / seconds
         parts = [f"{self.what}: {self.count:,}/{self.total:,} {self.unit}", f"{rate:,.1f} {self.unit}/s"]
-        if self.count < self.total and rate > 0:
-            parts.append(f"{duration((self.total - self.count) / rate)} left")
+        count, since = self.steady or (self.count, now)
+        if count < self.count < self.total:
+            parts.append(f"{duration((self.total - self.count) * (now - since) / (self.count - count))} left")
         else:
             parts.append(f"{duration(seconds)} taken")
         parts += [f"{name} {value}" for name, value in extra.items()]
