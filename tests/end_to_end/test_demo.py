@@ -1,4 +1,4 @@
-"""The demo as a user runs it, killed on the way in three stages; about 20 minutes on two cores, and it fetches its inputs."""
+"""The demo as a user runs it, killed on the way in three stages; a quarter of an hour or more, and it fetches its inputs."""
 
 import json
 import re
@@ -6,10 +6,13 @@ import time
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from aerie.hidden_states import read_shard
 from checkout import ROOT
 from tiny_workflow import kill, run, start
+
+CONFIG = yaml.safe_load((ROOT / "config/config.yaml").read_text())
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
@@ -41,7 +44,8 @@ def test_killed_in_three_stages_the_demo_is_complete(folder):
     [batch] = store.glob("answers/*/*.parquet")
     answered = pq.read_metadata(batch).num_rows
     kill_when(folder, lambda: any(store.glob("hidden_states/*/*.safetensors")))
-    assert f"regenerate: {answered} of 900 prompts found answered, {900 - answered} to ask" in terminal(folder)
+    asked = CONFIG["datasets"]["chat"]["max_samples"]
+    assert f"regenerate: {answered} of {asked} prompts found answered, {asked - answered} to ask" in terminal(folder)
     shards = list(store.glob("hidden_states/*/*.safetensors"))
     written = sum(len(read_shard(shard).keys) for shard in shards)
     kill_when(folder, lambda: any(store.glob("train_draft/*.partial/work/checkpoints/*.json")))
@@ -57,7 +61,8 @@ def test_killed_in_three_stages_the_demo_is_complete(folder):
 
 def test_the_draft_is_good(folder):
     acceptance = json.loads((folder / "results/evaluations/demo/acceptance.json").read_text())
-    assert acceptance["prompts"] == 80 and acceptance["acceptance_length"] >= 1.40
+    assert acceptance["prompts"] == CONFIG["evaluation"]["max_prompts"]
+    assert acceptance["acceptance_length"] >= 1.30  # with MT-Bench's 40 prompts the interval is 1.305 to 1.412
     served = acceptance["accepted_per_position"][0]
     validation = json.loads((folder / "results/drafts/demo/manifest.json").read_text())["figures"]["validation"]
     assert abs(served - validation["accepted_per_position"][0]) <= 0.05  # counted as serving does: accuracy takes every row
