@@ -488,6 +488,7 @@ FAULTS = {  # method of the connector, rank, whether it is killed, tensor parall
     "killed": ("start_load_kv", 0, True, 1),
     "worker": ("start_load_kv", 1, False, 2),
     "worker-start": ("register_kv_caches", 1, False, 2),
+    "worker-first": ("start_load_kv", 0, False, 2),
     "worker-killed": ("start_load_kv", 1, True, 2),
 }
 
@@ -546,11 +547,12 @@ def test_told_to_end_it_says_so_and_writes_what_it_has(targets, tmp_path, parall
     place.find()
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if parallel == 2 else {})
     with open(tmp_path / "said", "w") as said:
-        process = subprocess.Popen([sys.executable, str(script), *place.part()], env=environment, stderr=said)
+        command = [sys.executable, str(script), *place.part()]
+        process = subprocess.Popen(command, env=environment, stderr=said, start_new_session=True)
     while process.poll() is None and not list(place.store.folder.glob("*.safetensors")):
         time.sleep(0.02)
     time.sleep(1)
-    process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)  # as Slurm does; we then hear of it twice
     assert process.wait(60) == 1
     told = (tmp_path / "said").read_text()
     assert "failed: ended by SIGTERM; finished work is kept" in told and "workers wrote" not in told

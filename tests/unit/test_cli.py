@@ -1,19 +1,24 @@
 """Errors: never empty, on the terminal and in the log, with a failing exit code."""
 
+import http.server
+import json
+import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from aerie.errors import AerieError, describe, describe_exit
+from checkout import SCRIPTS
 
 COMMAND = textwrap.dedent(
     """
-    import os, signal, subprocess, sys, time
+    import os, signal, subprocess, sys, threading, time
     from aerie import cli
     from aerie.errors import AerieError, ProcessFailed
 
@@ -51,9 +56,32 @@ COMMAND = textwrap.dedent(
         print("waiting", flush=True)
         time.sleep(60)
 
+    def clean_up(args):
+        print("waiting", flush=True)
+        try:
+            time.sleep(60)
+        finally:
+            time.sleep(2)
+            print("cleaned up", flush=True)
+
+    def fail_unwritably(args):
+        threading.Thread(target=time.sleep, args=(600,)).start()
+        raise ValueError(args.word)
+
+    def hear_of_slurm(args):
+        print("srun: error: node-2: task 0: Out Of Memory", file=sys.stderr, flush=True)
+        print("more than the last lines of the log\\n" * 20, flush=True)
+        raise RuntimeError("engine died")
+
+    def talk(args):
+        for number in range(3000):
+            cli.say(f"line {number}")
+        raise AerieError("at the end")
+
     if __name__ == "__main__":
         made = cli.parser(None)
         made.add_argument("what")
+        made.add_argument("--word", default="\\udcff")
         cli.run(lambda args: globals()[args.what](args), made)
     """
 )
@@ -124,6 +152,44 @@ def test_nothing_outlives_the_command(tmp_path, number):
         time.sleep(0.02)
 
 
+def test_told_twice_to_end_it_still_cleans_up(tmp_path):
+    """As Slurm does: every process of the job gets the signal, and the one that watches hands it on."""
+    script = tmp_path / "command.py"
+    script.write_text(COMMAND)
+    log = tmp_path / "x.log"
+    command = [sys.executable, script, "clean_up", "--log", log]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not log.exists() or "waiting" not in log.read_text():
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGTERM)
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGTERM)
+    said = process.communicate(timeout=20)[1]
+    assert process.returncode == 1 and "ended by SIGTERM" in said
+    assert "cleaned up" in log.read_text()
+
+
+def test_what_cannot_be_written_is_reported_all_the_same(tmp_path):
+    """A message that is no valid text, and a thread that would keep the process alive."""
+    done = run(tmp_path, "fail_unwritably")
+    assert done.returncode == 1 and r"ValueError: \udcff" in done.stderr
+
+
+def test_what_slurm_says_reaches_the_terminal(tmp_path):
+    assert "also found: srun: error: node-2: task 0: Out Of Memory" in run(tmp_path, "hear_of_slurm").stderr
+
+
+def test_a_terminal_that_has_gone_stops_nothing(tmp_path):
+    script = tmp_path / "command.py"
+    script.write_text(COMMAND)
+    process = subprocess.Popen([sys.executable, script, "talk", "--log", tmp_path / "x.log"], stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    process.stderr.close()
+    assert process.wait(timeout=20) == 1
+    log = (tmp_path / "x.log").read_text()
+    assert "line 2999" in log and "at the end" in log
+
+
 @pytest.mark.parametrize(("code", "words"), [(-9, "signal 9 (SIGKILL"), (137, "signal 9"), (1, "exit code 1"), (255, "exit code 255")])
 def test_how_a_process_ended(code, words):
     assert words in describe_exit(code)
@@ -132,3 +198,37 @@ def test_how_a_process_ended(code, words):
 @pytest.mark.parametrize("error", [KeyError(), Exception(""), Exception("  "), AerieError(), SystemExit(3)])
 def test_a_description_is_never_empty(error):
     assert type(error).__name__ in describe(error)
+
+
+class Asks(http.server.BaseHTTPRequestHandler):
+    """A package index that wants to know who asks."""
+
+    def do_GET(self):
+        self.send_response(401)
+        self.send_header("WWW-Authenticate", 'Basic realm="index"')
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+def test_an_index_that_asks_for_a_password_is_an_error(tmp_path):
+    """pip would ask on the log, and read the answer from a terminal that shows nothing."""
+    settings = {"package": "no-such-package==1", "sha256": "0" * 64, "sdist": False, "member": "x"}
+    recipe = {"stage": "fetch_package_file", "version": 1, "settings": settings, "runtime": {}}
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    index = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Asks)
+    threading.Thread(target=index.serve_forever, daemon=True).start()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    environment |= {"PIP_INDEX_URL": f"http://127.0.0.1:{index.server_port}/simple", "PIP_CONFIG_FILE": os.devnull}
+    command = [sys.executable, SCRIPTS / "fetch_package_file.py", "--recipe", tmp_path / "recipe.json", "--output", tmp_path / "out"]
+    process = subprocess.Popen(
+        [*command, "--log", tmp_path / "x.log"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        assert process.wait(60) == 1
+    finally:
+        process.kill()
+        index.shutdown()
+    assert process.stderr is not None and "no-such-package==1" in process.stderr.read()

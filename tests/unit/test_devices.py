@@ -32,6 +32,25 @@ def test_too_few_granted_is_refused(tmp_path):
         pass
 
 
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        (
+            "echo Failed to initialize NVML: Driver/library version mismatch; exit 18",
+            "exit code 18: Failed to initialize NVML: Driver/library",
+        ),
+        ("sleep 60", "nvidia-smi does not answer within 1 s"),
+    ],
+)
+def test_a_driver_that_fails_is_told(tmp_path, monkeypatch, script, found):
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(devices, "_SECONDS_TO_ANSWER", 1)
+    with pytest.raises(AerieError, match=found), lease(1, 1, tmp_path / "locks"):
+        pass
+
+
 def test_a_host_holds_its_share_of_several_nodes(tmp_path):
     with lease(6, 6, tmp_path, nodes=2) as held:
         assert len(held) == 3 and os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(held)

@@ -3,11 +3,14 @@
 import functools
 import hashlib
 import json
+import multiprocessing
+import os
 import random
 import re
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,9 @@ from test_conversations import ODD_ROWS
 from transformers import AutoTokenizer
 
 import prepare_dataset
-from aerie import audit
+from aerie import audit, preparation
 from aerie.conversations import conversation_of
-from aerie.errors import AerieError, Terminated
+from aerie.errors import AerieError, ProcessFailed, Terminated
 from aerie.keys import digest_of
 from aerie.preparation import Options, choose, prepare
 from aerie.regeneration import Response, write_responses
@@ -106,6 +109,15 @@ def test_odd_rows_one_by_one(made):
     assert chosen(again) == chosen(found)
     before = Counter(one["reason"] for one in found.rejects())
     assert Counter(one["reason"] for one in again.rejects()) == before
+
+
+def test_a_worker_that_dies_while_it_sends_is_noticed(monkeypatch):
+    """The pool's own thread then waits for the rest of what it sent: its future never ends."""
+    monkeypatch.setattr(preparation, "_SECONDS_BETWEEN_LOOKS", 0.1)
+    worker = multiprocessing.get_context("fork").Process(target=os._exit, args=(9,))
+    worker.start()
+    with pytest.raises(ProcessFailed, match=f"worker process {worker.pid} ended with exit code 9"):
+        preparation._result(Future(), [worker])
 
 
 @pytest.mark.parametrize("workers", [2, 3])

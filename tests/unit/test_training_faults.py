@@ -258,6 +258,11 @@ if __name__ == "__main__":
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", r"training rank 1 of 2 \(process \d+\) was killed by signal 9 \(SIGKILL; the kernel"),
         pytest.param("raise AerieError('sample 12 is bad')", r"^ranks failed: sample 12 is bad$", marks=pytest.mark.long),
+        pytest.param(  # as where the disk is full: what it died of cannot be noted
+            "import shutil; shutil.rmtree(self.checkpoints.folder.parent); raise AerieError('no room: make some')",
+            r"no room: make some",
+            marks=pytest.mark.long,
+        ),
         pytest.param("raise KeyError()", r"training rank 1 of 2: KeyError: \(no message; KeyError\(\)\)", marks=pytest.mark.long),
     ],
 )

@@ -32,9 +32,9 @@ def download(package: str, sha256: str, sdist: bool, folder: Path) -> Path:
     """The archive of `name==version` in `folder`; AerieError where it cannot be had or its hash is another."""
     requirement = folder / "requirement.txt"
     requirement.write_text(f"{package} --hash=sha256:{sha256}\n")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes"]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes", "--no-input"]
     command += ["-d", str(folder / "archive"), "-r", str(requirement)]
-    done = subprocess.run([*command, *(["--no-binary", ":all:"] if sdist else [])])
+    done = subprocess.run([*command, *(["--no-binary", ":all:"] if sdist else [])], stdin=subprocess.DEVNULL)
     archives = list((folder / "archive").glob("*")) if done.returncode == 0 else []
     if not archives:
         raise AerieError(

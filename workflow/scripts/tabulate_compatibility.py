@@ -19,7 +19,7 @@ import pandas as pd
 from aerie import cli, vllm_classes
 from aerie.configuration import engine_versions
 from aerie.devices import has_driver, lease
-from aerie.errors import describe, describe_exit
+from aerie.errors import describe, describe_exit, die_with_parent
 from aerie.targets import Target
 from aerie.vllm_options import device_type
 
@@ -93,6 +93,7 @@ def twin_verdict(architecture: str) -> str:
 def _run_twin(architecture: str, answer: multiprocessing.connection.Connection) -> None:
     from aerie.twin import run_twin
 
+    die_with_parent()
     try:
         with tempfile.TemporaryDirectory(prefix="aerie-twin-") as folder:
             target = Path(folder) / "target"

@@ -36,6 +36,8 @@ from .keys import sample_key
 from .shard_writer import Captured, ShardWriter
 from .worker_end import end_when_useless
 
+end_when_useless()  # vLLM's workers import this module before they load the target
+
 _CHUNK_BYTES = 64 * 2**20  # of states gathered on the device at a time: bounds what long samples take there
 
 
@@ -61,7 +63,6 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        end_when_useless()
         self._group = _states_group(kv_cache_config)
         self._block_size = int(kv_cache_config.kv_cache_groups[self._group].kv_cache_spec.block_size)
         options = self._kv_transfer_config.kv_connector_extra_config

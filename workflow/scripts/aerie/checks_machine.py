@@ -4,13 +4,12 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import provenance
-from .devices import gpu_uuids, has_driver
+from .devices import gpu_uuids, has_driver, nvidia_smi
 from .errors import AerieError
 from .hidden_states import row_bytes
 from .nodes import check_job
@@ -146,9 +145,7 @@ def _widening(subject: Subject) -> float:
 
 def _gpu_memory() -> list[int]:
     """Bytes of each of this host's GPUs."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return [int(line) * 2**20 for line in done.stdout.split()]
+    return [int(total) * 2**20 for [total] in nvidia_smi("memory.total") if total.isdigit()]
 
 
 class Expected(NamedTuple):

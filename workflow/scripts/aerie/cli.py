@@ -7,6 +7,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -30,15 +31,21 @@ def terminal() -> TextIO:
     return _terminal or sys.stderr
 
 
-def speak_to(stream: TextIO) -> None:
-    """From now on what a person is told goes to this stream: a process's way to its parent's terminal."""
+def speak_to(descriptor: int) -> None:
+    """From now on what a person is told goes to this file descriptor: to the terminal, or a process's way to its parent's."""
     global _terminal
-    _terminal = stream
+    _terminal = os.fdopen(descriptor, "w", buffering=1, errors="backslashreplace")
+
+
+def tell(text: str, end: str = "\n") -> None:
+    """Text for the person who watches; who has gone away since stops nothing."""
+    with suppress(OSError):
+        print(text, end=end, file=terminal(), flush=True)
 
 
 def say(line: str) -> None:
     """One line for the person who watches, and for the log."""
-    print(line, file=terminal(), flush=True)
+    tell(line)
     if terminal() is not sys.stderr:
         print(line, file=sys.stderr, flush=True)
 
@@ -78,13 +85,12 @@ def run(main: Callable[[argparse.Namespace], None], made: argparse.ArgumentParse
     The file descriptors 1 and 2 go to the log, so that C++ code and child processes are logged too. The child is there
     so that somebody is left to report when a signal ends it (a crash in C++ code, no memory); it never outlives us.
     """
-    global _terminal
     args = made.parse_args()
     command = Path(sys.argv[0]).stem
     if args.log:
         args.log.parent.mkdir(parents=True, exist_ok=True)
         args.log.unlink(missing_ok=True)  # an earlier attempt's log may be kept under another name
-        _terminal = os.fdopen(os.dup(2), "w", buffering=1)
+        speak_to(os.dup(2))
         log = os.open(args.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -100,9 +106,13 @@ def run(main: Callable[[argparse.Namespace], None], made: argparse.ArgumentParse
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             raise
-        _report(error, command, args.log)
-        # Threads of a broken engine must not keep a failed job alive.
-        os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+        try:
+            _report(error, command, args.log)
+        except BaseException:  # noqa: BLE001 - two failures are no reason to stay
+            traceback.print_exc()
+        finally:
+            # Threads of a broken engine must not keep a failed job alive.
+            os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
     sys.stdout.flush()
     sys.exit(0)
 
@@ -128,6 +138,8 @@ def _watch_over_child(command: str, log: Path | None) -> None:
 
 
 def _raise_terminated(signum: int, frame: object) -> NoReturn:
+    # Slurm tells every process of a job, and our parent tells us again: that must not end the cleaning up.
+    signal.signal(signum, lambda *_: None)
     raise Terminated(f"ended by {signal.Signals(signum).name}; finished work is kept, the same command goes on")
 
 
@@ -146,13 +158,11 @@ def _report(error: BaseException, command: str, log: Path | None) -> None:
 
 def _say_why(what: str, others: list[str], log: Path | None, tail: bool) -> None:
     """On the terminal: what died, what else the log and the child processes have to say, the log's end and its path."""
-    stream = terminal()
-    print(f"\n{what}", file=stream)
+    tell(f"\n{what}")
     # Where many died of one thing, the first ones tell which.
     for other in [other for other in others if other.splitlines()[-1] not in what][:4]:
-        print("also found:", other.replace("\n", "\n  "), file=stream)
+        tell("also found: " + other.replace("\n", "\n  "))
     if log and tail:
-        print(f"last lines of its log {log}:", *log_tail(log), sep="\n", file=stream)
+        tell("\n".join([f"last lines of its log {log}:", *log_tail(log)]))
     elif log:
-        print(f"log: {log}", file=stream)
-    stream.flush()
+        tell(f"log: {log}")

@@ -13,9 +13,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from . import cli
-from .errors import AerieError
+from .errors import AerieError, describe_exit
 
 LOCKS = Path("/tmp/aerie-gpus")  # not TMPDIR, which differs between jobs and users that must meet here
+_SECONDS_TO_ANSWER = 60
+_DRIVER = "No GPU can be used as long as that is so: see dmesg, and mend the driver or restart the host."
 _REMEDY = "Lower the target's tensor_parallel or the draft's training.gpus, or take a host that has so many."
 
 
@@ -57,12 +59,25 @@ def lease(needed: int, granted: int, locks: Path = LOCKS, nodes: int = 1) -> Ite
 
 def gpu_uuids() -> dict[str, str]:
     """{index: UUID} of this host's GPUs; empty where there is no driver."""
-    command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
+    return {index: uuid for index, uuid in nvidia_smi("index", "uuid")}
+
+
+def nvidia_smi(*fields: str) -> list[list[str]]:
+    """These properties of each of this host's GPUs; none where there is no driver. AerieError, with what nvidia-smi says, where it fails."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        return {}
-    return dict(line.replace(" ", "").split(",") for line in done.stdout.splitlines() if line.strip())
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    except FileNotFoundError:
+        return []
+    try:
+        out, err = process.communicate(timeout=_SECONDS_TO_ANSWER)
+    except subprocess.TimeoutExpired:
+        process.kill()  # and not waited for: what waits for a lost GPU cannot die
+        raise AerieError(f"nvidia-smi does not answer within {_SECONDS_TO_ANSWER} s. {_DRIVER}") from None
+    if process.returncode:
+        said = " ".join((out + err).split()) or "it said nothing"
+        raise AerieError(f"nvidia-smi {describe_exit(process.returncode)}: {said}. {_DRIVER}")
+    return [row for line in out.splitlines() if len(row := line.split(", ")) == len(fields)]
 
 
 def _named(preset: str, host: dict[str, str]) -> dict[str, str]:

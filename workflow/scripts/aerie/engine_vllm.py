@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # vLLM leaves the states out of every step in which a request comes near max_model_len (one draft token, and one token
 # that an asynchronous scheduler may run ahead).
 _SPARE_TOKENS = 8
+_STEP_SECONDS = 1200  # vLLM gives up after five minutes, sooner than some file servers come back
 _STEPS_AHEAD = 3  # of which one runs and one is scheduled
 _ACCOUNT_SECONDS = 2.0
 # What the capture rests on; a user's engine_options may not change it.
@@ -54,8 +55,7 @@ def load(job: Job, longest: int, store: HiddenStateStore) -> "LLM":
     check_options(job.engine_options)
     # Room beyond the model's own limit is only for the token that vLLM generates and we ignore.
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
-    # A step that waits for the disk is not stuck; vLLM gives up after five minutes, sooner than some file servers come back.
-    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "1200")
+    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(_STEP_SECONDS))  # a step that waits for the disk is not stuck
     runtime = {
         "device": job.device,
         "tensor_parallel": job.tensor_parallel,
@@ -153,14 +153,16 @@ def run(llm: "LLM", samples: SampleSet, outcome: Outcome) -> None:
                 cause = stopped
                 break
     except AerieError:
-        raise  # what there is is written when the engine is shut down: workers in the midst of a step would answer for that step
+        raise
     except Exception as error:  # noqa: BLE001 - goes into the account
         cause, trace = f"the engine failed: {describe(error)}", traceback.format_exc()
-    try:
-        _account(llm, outcome, flush=True)
-    except Exception as error:  # noqa: BLE001 - goes into the account
-        if not trace:  # else the engine is broken, and that it does not answer says no more
-            cause, trace = f"the engine failed: {describe(error)}", traceback.format_exc()
+    # After a failed step one of several workers may wait for another for ever; what there is is written when they are shut down.
+    if not trace or engine.vllm_config.parallel_config.world_size == 1:
+        try:
+            _account(llm, outcome, flush=True)
+        except Exception as error:  # noqa: BLE001 - goes into the account
+            if not trace:  # else the engine is broken, and that it does not answer says no more
+                cause, trace = f"the engine failed: {describe(error)}", traceback.format_exc()
     outcome.close(samples.keys, cause, trace)
     waited = f"{outcome.seconds.get('waiting', 0):.1f} s"
     progress.done(written=len(outcome.written), failed=len(outcome.failed), waited_for_disk=waited)
@@ -168,7 +170,7 @@ def run(llm: "LLM", samples: SampleSet, outcome: Outcome) -> None:
 
 def _account(llm: "LLM", outcome: Outcome, flush: bool) -> None:
     """Adds what the writing worker reports; with `flush`, after everything it holds is on disk."""
-    reports = [report for report in llm.collective_rpc("aerie_report", args=(flush,)) if report is not None]
+    reports = [report for report in llm.collective_rpc("aerie_report", timeout=_STEP_SECONDS, args=(flush,)) if report is not None]
     if len(reports) != 1:
         raise AerieError(f"{len(reports)} workers wrote hidden states; expected one, of tensor-parallel rank 0")
     outcome.add(reports[0]["written"], [Failure(**failure) for failure in reports[0]["failures"]])

@@ -138,6 +138,8 @@ def _tracebacks(process: str, lines: Iterable[str]) -> Iterable[str]:
 
 
 def _end_of(log: Path) -> str:
+    if not log.exists():  # somebody has deleted it
+        return ""
     with open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - _LOG_BYTES))
         return file.read().decode("utf-8", "replace")

@@ -48,9 +48,10 @@ def load(arguments: dict[str, Any]) -> "LLM":
     from vllm.utils.network_utils import get_ip, get_open_port
 
     arguments = arguments | {"master_addr": get_ip(), "master_port": get_open_port()}
-    others = _OtherNodes(arguments)
+    others = _OtherNodes()
     try:
         with others.named():
+            others.start(arguments)
             llm = LLM(**arguments)
             others.loaded = True
             if others.failure:
@@ -98,12 +99,15 @@ def check_job(nodes: int) -> None:
 class _OtherNodes:
     """The job steps in which an engine's other nodes have their workers."""
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
+    def __init__(self) -> None:
         self.loaded = False
         self.ending = False  # once true, a step may end
         self.failure: ChildProcessError | None = None  # that one ended before
-        signal.signal(signal.SIGUSR1, self._fail)
         self._steps: list[subprocess.Popen[str]] = []
+
+    def start(self, arguments: dict[str, Any]) -> None:
+        """Starts the workers of the nodes but the first, for an engine with these arguments."""
+        signal.signal(signal.SIGUSR1, self._fail)
         nodes = int(arguments["nnodes"])
         gpus = arguments["tensor_parallel_size"] // nodes if device_type("auto") == "cuda" else 0
         environment = {name: value for name, value in os.environ.items() if name not in _OF_ONE_HOST}

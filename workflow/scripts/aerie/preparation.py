@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from itertools import chain, islice
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ import numpy as np
 
 from .chat import Planned, Rendered, Renderer, Unusable, count_turns
 from .conversations import Conversation, conversation_of, with_system
-from .errors import AerieError
+from .errors import AerieError, ProcessFailed, describe_exit
 from .keys import digest_of
 from .progress import Progress
 from .samples import Sample
@@ -30,6 +31,7 @@ from .sources import RawRow, Source, limit_of, mixture
 
 CHUNK_ROWS = 64  # rows that a worker takes at once …
 CHUNK_CHARACTERS = 1 << 22  # … or fewer, where they are long
+_SECONDS_BETWEEN_LOOKS = 10
 NOT_COUNTED = ("duplicate", "not chosen")  # reasons that say nothing against a row
 
 
@@ -169,17 +171,31 @@ def _run(chunks: Iterator[list[tuple[int, RawRow]]], options: Options, workers: 
     # Forked, so that they start at once; this process has no engine and no thread that holds a lock.
     context = multiprocessing.get_context("fork")
     waiting: deque[Future[_Chunk]] = deque()
+    others: list[BaseProcess] = []
     with ProcessPoolExecutor(workers, context, _start_worker, (options,)) as pool:
         try:
             for chunk in chain(first, chunks):
                 waiting.append(pool.submit(_work, chunk))
+                others = others or multiprocessing.active_children()
                 if len(waiting) > 2 * workers:  # so many at once that no worker waits, and no more are held in memory
-                    yield waiting.popleft().result()
+                    yield _result(waiting.popleft(), others)
             while waiting:
-                yield waiting.popleft().result()
+                yield _result(waiting.popleft(), others)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _result(future: "Future[_Chunk]", others: "list[BaseProcess]") -> _Chunk:
+    """A worker's result. The pool itself waits for ever for the rest of one that was killed while it was sending its result."""
+    while True:
+        try:
+            return future.result(timeout=_SECONDS_BETWEEN_LOOKS)
+        except TimeoutError:
+            dead = [other for other in others if other.exitcode is not None]
+            if dead:
+                ended = f"worker process {dead[0].pid} {describe_exit(dead[0].exitcode or 0)}"
+                raise ProcessFailed(f"{ended}; what it said is in the log") from None
 
 
 _worker: "Worker"

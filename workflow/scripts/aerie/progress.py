@@ -1,7 +1,6 @@
 """Progress of long work, as lines that stay readable when several jobs print at once."""
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -50,9 +49,7 @@ class Progress:
             parts.append(f"{duration(seconds)} taken")
         parts += [f"{name} {value}" for name, value in extra.items()]
         line = ", ".join(parts)
-        print(line, file=cli.terminal(), flush=True)
-        if cli.terminal() is not sys.stderr:
-            print(line, file=sys.stderr, flush=True)
+        cli.say(line)
 
 
 @contextmanager
@@ -74,7 +71,7 @@ def passed_on(what: str, log: Path | None) -> Iterator[None]:
                 last = over.wait(1)
                 for line in iter(lines.readline, ""):
                     if line.startswith(f"{what}: "):
-                        print(line, end="", file=cli.terminal(), flush=True)
+                        cli.tell(line, end="")
 
         thread = threading.Thread(target=follow, daemon=True)
         thread.start()

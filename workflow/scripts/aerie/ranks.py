@@ -5,7 +5,9 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -15,13 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, start_processes
-from torch.multiprocessing.spawn import ProcessException
 
 from . import cli
 from .errors import AerieError, ProcessFailed, describe, describe_exit, die_with_parent
+from .files import write_atomically
 
-# After so long without an answer a rank takes the others for lost; a rank that ends is noticed at once.
-_TIMEOUT = timedelta(minutes=10)
+# After so long without an answer a rank takes the others for lost; a rank that ends is noticed at once. A checkpoint, which
+# one writes while the others wait, may take a quarter of an hour on a slow file server.
+_TIMEOUT = timedelta(hours=1)
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ def run_in_ranks(count: int, device: torch.device, function: Callable[..., None]
     try:
         while not context.join():
             pass
-    except ProcessException as error:
+    except Exception as error:  # torch's, or what it met when it read how a rank had failed
         relay.join(5)
         raise _cause([process.exitcode or 0 for process in context.processes], context.pids(), work, error) from error
     finally:
@@ -134,7 +137,7 @@ def _rank(
     die_with_parent()
     if os.getppid() != parent:  # it died while this process was starting
         os._exit(1)
-    cli.speak_to(os.fdopen(os.dup(saying.fileno()), "w", buffering=1))
+    cli.speak_to(os.dup(saying.fileno()))
     try:
         torch.set_num_threads(max(1, torch.get_num_threads() // count))
         if device.type == "cuda":
@@ -145,8 +148,10 @@ def _rank(
         function(Ranks(rank, count), device, *arguments)
         dist.destroy_process_group()
     except Exception as error:
+        traceback.print_exc()  # into the log, whatever comes next
         failure = {"plain": isinstance(error, AerieError), "text": describe(error), "time": time.time()}
-        (work / f"rank-{rank}.json").write_text(json.dumps(failure))
+        with suppress(OSError):  # a full disk may be what it died of; torch passes that on, too
+            write_atomically(work / f"rank-{rank}.json", json.dumps(failure))
         raise
 
 
@@ -154,11 +159,12 @@ def _relay(said: Connection) -> None:
     """Passes on what the ranks say until the last of them has ended."""
     with os.fdopen(os.dup(said.fileno())) as lines:
         for line in lines:
-            print(line, end="", file=cli.terminal(), flush=True)
+            cli.tell(line, end="")
 
 
-def _cause(exit_codes: Sequence[int], pids: Sequence[int], work: Path, error: ProcessException) -> AerieError:
-    """What the first rank that failed died of: the others then fail because it is gone. error: of the first that torch saw end."""
+def _cause(exit_codes: Sequence[int], pids: Sequence[int], work: Path, error: Exception) -> AerieError:
+    """What the first rank that failed died of: the others then fail because it is gone. error: what torch says of the first that
+    it saw end."""
     killed = [rank for rank, code in enumerate(exit_codes) if code < 0 and code != -signal.SIGTERM]
     if isinstance(error, ProcessExitedException) and exit_codes[error.error_index] == -signal.SIGTERM:
         killed.append(error.error_index)  # the others are ended with this signal by torch
@@ -167,7 +173,7 @@ def _cause(exit_codes: Sequence[int], pids: Sequence[int], work: Path, error: Pr
         return ProcessFailed(f"training rank {rank} of {len(exit_codes)} (process {pids[rank]}) {describe_exit(exit_codes[rank])}")
     failures = [(rank, json.loads(path.read_text())) for rank in range(len(exit_codes)) if (path := work / f"rank-{rank}.json").exists()]
     if not failures:
-        return ProcessFailed(f"the training ranks ended with exit codes {list(exit_codes)}")
+        return ProcessFailed(f"the training ranks ended with exit codes {list(exit_codes)}: {describe(error)}")
     rank, first = min(failures, key=lambda failure: failure[1]["time"])
     if first["plain"]:
         return AerieError(first["text"])
