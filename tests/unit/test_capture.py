@@ -519,6 +519,52 @@ def test_whatever_dies_is_named(targets, tmp_path, fault):
     assert "last lines of its log" in done.stderr and str(tmp_path / "faulty.log") in done.stderr
 
 
+FAULTY_SERVING = """
+import sys
+from pathlib import Path
+
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from aerie import cli, generation
+from aerie.targets import Target
+
+class Silent(Exception):
+    pass
+
+execute = CPUWorker.execute_model
+
+def fail(self, *args, **kwargs):
+    if get_tensor_model_parallel_rank() == 1:
+        raise Silent()
+    return execute(self, *args, **kwargs)
+
+CPUWorker.execute_model = fail
+
+def main(args):
+    runtime = {"device": "cpu", "tensor_parallel": 2}
+    engine = generation.start(Target.read(args.target), runtime, end_tokens=[3], max_length=60, dtype="float32")
+    engine.converse({0: [5, 6, 7]}, lambda number, answer: None, 8)
+
+if __name__ == "__main__":
+    made = cli.parser(None)
+    made.add_argument("--target", type=Path)
+    cli.run(main, made)
+"""
+
+
+@pytest.mark.long
+def test_what_a_serving_worker_dies_of_is_named(targets, tmp_path):
+    """Its main module imports aerie.generation first, as evaluate_draft's does: vLLM then configures its loggers in the worker."""
+    script = tmp_path / "faulty.py"
+    script.write_text(FAULTY_SERVING)
+    target = Path(targets["llama"].folder).with_suffix(".json")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    command = [sys.executable, str(script), "--target", str(target), "--log", str(tmp_path / "log")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=180)
+    assert done.returncode == 1 and "Silent" in done.stderr
+
+
 SLOW = """
 import time
 

@@ -138,7 +138,8 @@ def _watch_over_child(command: str, log: Path | None) -> None:
 
 
 def _raise_terminated(signum: int, frame: object) -> NoReturn:
-    # Slurm tells every process of a job, and our parent tells us again: that must not end the cleaning up.
+    # Slurm tells every process of a job, and our parent tells us again: that must not end the cleaning up. (Nor is the signal
+    # ignored, which child processes would inherit.)
     signal.signal(signum, lambda *_: None)
     raise Terminated(f"ended by {signal.Signals(signum).name}; finished work is kept, the same command goes on")
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 # vLLM leaves the states out of every step in which a request comes near max_model_len (one draft token, and one token
 # that an asynchronous scheduler may run ahead).
 _SPARE_TOKENS = 8
-_STEP_SECONDS = 1200  # vLLM gives up after five minutes, sooner than some file servers come back
 _STEPS_AHEAD = 3  # of which one runs and one is scheduled
 _ACCOUNT_SECONDS = 2.0
 # What the capture rests on; a user's engine_options may not change it.
@@ -55,7 +54,8 @@ def load(job: Job, longest: int, store: HiddenStateStore) -> "LLM":
     check_options(job.engine_options)
     # Room beyond the model's own limit is only for the token that vLLM generates and we ignore.
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
-    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(_STEP_SECONDS))  # a step that waits for the disk is not stuck
+    # A step that waits for the disk is not stuck; vLLM gives up after five minutes, sooner than some file servers come back.
+    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "1200")
     runtime = {
         "device": job.device,
         "tensor_parallel": job.tensor_parallel,
@@ -170,7 +170,10 @@ def run(llm: "LLM", samples: SampleSet, outcome: Outcome) -> None:
 
 def _account(llm: "LLM", outcome: Outcome, flush: bool) -> None:
     """Adds what the writing worker reports; with `flush`, after everything it holds is on disk."""
-    reports = [report for report in llm.collective_rpc("aerie_report", timeout=_STEP_SECONDS, args=(flush,)) if report is not None]
+    from vllm import envs
+
+    answers = llm.collective_rpc("aerie_report", timeout=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, args=(flush,))
+    reports = [report for report in answers if report is not None]
     if len(reports) != 1:
         raise AerieError(f"{len(reports)} workers wrote hidden states; expected one, of tensor-parallel rank 0")
     outcome.add(reports[0]["written"], [Failure(**failure) for failure in reports[0]["failures"]])

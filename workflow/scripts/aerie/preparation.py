@@ -192,6 +192,8 @@ def _result(future: "Future[_Chunk]", others: "list[BaseProcess]") -> _Chunk:
         try:
             return future.result(timeout=_SECONDS_BETWEEN_LOOKS)
         except TimeoutError:
+            if future.done():
+                raise
             dead = [other for other in others if other.exitcode is not None]
             if dead:
                 ended = f"worker process {dead[0].pid} {describe_exit(dead[0].exitcode or 0)}"
