@@ -520,7 +520,6 @@ def test_whatever_dies_is_named(targets, tmp_path, fault):
 
 
 FAULTY_SERVING = """
-import sys
 from pathlib import Path
 
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank

@@ -66,7 +66,7 @@ COMMAND = textwrap.dedent(
 
     def fail_unwritably(args):
         threading.Thread(target=time.sleep, args=(600,)).start()
-        raise ValueError(args.word)
+        raise ValueError("\\udcff")
 
     def hear_of_slurm(args):
         print("srun: error: node-2: task 0: Out Of Memory", file=sys.stderr, flush=True)
@@ -81,16 +81,28 @@ COMMAND = textwrap.dedent(
     if __name__ == "__main__":
         made = cli.parser(None)
         made.add_argument("what")
-        made.add_argument("--word", default="\\udcff")
         cli.run(lambda args: globals()[args.what](args), made)
     """
 )
 
 
-def run(tmp_path, what):
+def command(tmp_path, what):
     script = tmp_path / "command.py"
     script.write_text(COMMAND)
-    return subprocess.run([sys.executable, script, what, "--log", tmp_path / "x.log"], capture_output=True, text=True)
+    return [sys.executable, script, what, "--log", tmp_path / "x.log"]
+
+
+def run(tmp_path, what):
+    return subprocess.run(command(tmp_path, what), capture_output=True, text=True)
+
+
+def start_waiting(tmp_path, what):
+    """The command in a process group of its own, once it waits."""
+    process = subprocess.Popen(command(tmp_path, what), stderr=subprocess.PIPE, text=True, start_new_session=True)
+    log = tmp_path / "x.log"
+    while not log.exists() or "waiting" not in log.read_text():
+        time.sleep(0.02)
+    return process
 
 
 def test_an_empty_exception_is_named_with_its_place(tmp_path):
@@ -135,12 +147,7 @@ def test_a_workers_traceback_is_found_in_the_log(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_outlives_the_command(tmp_path, number):
-    script = tmp_path / "command.py"
-    script.write_text(COMMAND)
-    log = tmp_path / "x.log"
-    process = subprocess.Popen([sys.executable, script, "wait", "--log", log], stderr=subprocess.PIPE, text=True)
-    while not log.exists() or "waiting" not in log.read_text():
-        time.sleep(0.02)
+    process = start_waiting(tmp_path, "wait")
     (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(number)
     said = process.communicate(timeout=20)[1]
@@ -154,19 +161,13 @@ def test_nothing_outlives_the_command(tmp_path, number):
 
 def test_told_twice_to_end_it_still_cleans_up(tmp_path):
     """As Slurm does: every process of the job gets the signal, and the one that watches hands it on."""
-    script = tmp_path / "command.py"
-    script.write_text(COMMAND)
-    log = tmp_path / "x.log"
-    command = [sys.executable, script, "clean_up", "--log", log]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    while not log.exists() or "waiting" not in log.read_text():
-        time.sleep(0.02)
+    process = start_waiting(tmp_path, "clean_up")
     os.killpg(process.pid, signal.SIGTERM)
     time.sleep(0.5)
     os.killpg(process.pid, signal.SIGTERM)
     said = process.communicate(timeout=20)[1]
     assert process.returncode == 1 and "ended by SIGTERM" in said
-    assert "cleaned up" in log.read_text()
+    assert "cleaned up" in (tmp_path / "x.log").read_text()
 
 
 def test_what_cannot_be_written_is_reported_all_the_same(tmp_path):
@@ -180,9 +181,7 @@ def test_what_slurm_says_reaches_the_terminal(tmp_path):
 
 
 def test_a_terminal_that_has_gone_stops_nothing(tmp_path):
-    script = tmp_path / "command.py"
-    script.write_text(COMMAND)
-    process = subprocess.Popen([sys.executable, script, "talk", "--log", tmp_path / "x.log"], stderr=subprocess.PIPE)
+    process = subprocess.Popen(command(tmp_path, "talk"), stderr=subprocess.PIPE)
     assert process.stderr is not None
     process.stderr.close()
     assert process.wait(timeout=20) == 1
@@ -222,10 +221,9 @@ def test_an_index_that_asks_for_a_password_is_an_error(tmp_path):
     threading.Thread(target=index.serve_forever, daemon=True).start()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     environment |= {"PIP_INDEX_URL": f"http://127.0.0.1:{index.server_port}/simple", "PIP_CONFIG_FILE": os.devnull}
-    command = [sys.executable, SCRIPTS / "fetch_package_file.py", "--recipe", tmp_path / "recipe.json", "--output", tmp_path / "out"]
-    process = subprocess.Popen(
-        [*command, "--log", tmp_path / "x.log"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+    line = [sys.executable, SCRIPTS / "fetch_package_file.py", "--recipe", tmp_path / "recipe.json"]
+    line += ["--output", tmp_path / "out", "--log", tmp_path / "x.log"]
+    process = subprocess.Popen(line, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         assert process.wait(60) == 1
     finally:

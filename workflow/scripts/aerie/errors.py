@@ -110,7 +110,7 @@ def logged_errors(log: Path | None) -> list[str]:
     """What Slurm's programs reported in the end of a log, and every different traceback there, in order: the cause comes
     before its consequences."""
     lines: dict[str, list[str]] = {}
-    for line in _end_of(log).splitlines() if log else ():
+    for line in _end_of(log).splitlines():
         prefix = _PREFIX.match(line)
         assert prefix is not None  # every part of it may be missing
         if prefix["level"] in ("DEBUG", "INFO", "WARNING"):  # what it met and went on from
@@ -137,8 +137,8 @@ def _tracebacks(process: str, lines: Iterable[str]) -> Iterable[str]:
                 place = None
 
 
-def _end_of(log: Path) -> str:
-    if not log.exists():  # somebody has deleted it
+def _end_of(log: Path | None) -> str:
+    if log is None or not log.exists():  # somebody has deleted it
         return ""
     with open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - _LOG_BYTES))

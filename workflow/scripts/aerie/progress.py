@@ -48,8 +48,7 @@ class Progress:
         else:
             parts.append(f"{duration(seconds)} taken")
         parts += [f"{name} {value}" for name, value in extra.items()]
-        line = ", ".join(parts)
-        cli.say(line)
+        cli.say(", ".join(parts))
 
 
 @contextmanager
